@@ -1,0 +1,19 @@
+"""Kernels of Vision Mamba models: one function per op, the fastest backend that runs, plain PyTorch underneath."""
+
+from .backend import OPS, Unavailable, available_backends, use_backend
+from .conv1d import causal_conv1d
+from .norm import add_norm
+from .permute import inverse, permute_rows
+from .scan import selective_scan
+
+__all__ = [
+    "OPS",
+    "Unavailable",
+    "add_norm",
+    "available_backends",
+    "causal_conv1d",
+    "inverse",
+    "permute_rows",
+    "selective_scan",
+    "use_backend",
+]

@@ -1,0 +1,34 @@
+"""Depthwise causal convolution over short windows, as in front of every Mamba scan."""
+
+from torch import Tensor
+
+from ..backend import register
+
+_op = register("causal_conv1d", __name__)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """y[b, c, t] = act(bias[c] + sum_k weight[c, k] x[b, c, t - (w - 1) + k]), zeros before the first position.
+
+    Shapes: x (b, d, l), weight (d, w), bias (d,); any strides. Returns (b, d, l). `activation` is None, "silu" or
+    "swish". `reverse` looks ahead instead of back: the result of flipping, convolving and flipping back.
+    Same meaning as causal_conv1d's `causal_conv1d_fn`. Raises ValueError where shapes or the activation are wrong,
+    RuntimeError where an explicitly named `backend` cannot run.
+    """
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1]:
+        raise ValueError(
+            f"causal_conv1d: x must be (b, d, l) and weight (d, w), got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (x.shape[1],):
+        raise ValueError(f"causal_conv1d: bias must be ({x.shape[1]},), got {tuple(bias.shape)}")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
+    run = _op.resolve(x, backend)
+    return run(x, weight, bias, activation, reverse)
