@@ -1,0 +1,100 @@
+"""Train a model: python train.py --config FILE [--config FILE2] [--group.key VALUE ...]
+
+`--help` lists every key. The same command again resumes from the run directory's last.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from vim import checkpoint, config, convert, data, engine, plots, runtime, tasks
+from vim.record import Progress, Record
+from vim.run import Run, build_run
+from vim.runtime import log
+from vim.schema import Config
+
+
+def main(argv: list[str] | None = None) -> None:
+    # Parse, and refuse what cannot work before anything is built or read.
+    cfg = config.parse(argv, "train.py")
+    out = Path(cfg.out)
+    classes = data.check_sources(cfg)
+    saved = checkpoint.read(out / "last.pt") if (out / "last.pt").exists() else None
+    if saved is not None:
+        config.check_resumable(cfg, saved["config"], out)
+
+    # Join the other processes, take a device, start the log.
+    world = runtime.start(cfg.train.device, cfg.train.threads)
+    runtime.setup_log(world.main)
+    tasks.check_kernels(cfg, world)
+    runtime.seed_everything(runtime.derive_seed(cfg.seed))
+
+    # Build: the model with a head for the data's classes, the loaders, the task, the run.
+    classes = tasks.resolve_classes(cfg, classes, None if classes else data.count_classes(cfg))
+    model = tasks.build_model(cfg, len(classes))
+    if cfg.train.init_from and saved is None:
+        stride = cfg.train.init_resize_stride
+        log.info("%s", convert.load_weights(model, cfg.train.init_from, cfg.train.init_family, resize_stride=stride))
+    meta = tasks.describe(model, cfg, classes)
+    model.to(world.device)
+    loaders = data.build(cfg, world, tasks.input_size(cfg, model), model.pretrained_cfg, classes)
+    loss_of = tasks.build_task(cfg, len(classes))
+    run = build_run(model, cfg, world, len(loaders.train))
+
+    # Resume where the last checkpoint left off, or start the run directory.
+    if saved is not None:
+        run.load_state_dict(saved)
+        log.info("resuming %s: %d epochs and %d batches are done", out, run.epoch, run.batch)
+    elif world.main:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(config.dump(cfg))
+    if run.epoch >= cfg.train.epochs:
+        log.info("%s is finished: best top-1 %.2f %%; nothing to do", out, run.best)
+        return
+    about = {"format": checkpoint.FORMAT, "meta": meta, "config": asdict(cfg)}
+    train(cfg, out, run, loaders, loss_of, about)
+    log.info("finished: best top-1 %.2f %%; last.pt, best.pt, metrics.jsonl and curves.png are in %s", run.best, out)
+
+
+def train(cfg: Config, out: Path, run: Run, loaders: data.Data, loss_of: tasks.Classify, about: dict) -> None:
+    """The rest of the run, from run.epoch and run.batch on. `about` is what every checkpoint says of itself."""
+    record = Record(out, run.world.main, run.epoch)
+
+    def save(name: str, state: dict) -> None:
+        if run.world.main:
+            checkpoint.save(about | state, out / name)
+
+    for epoch in range(run.epoch, cfg.train.epochs):
+        # Train for one epoch, or for the rest of the one that was interrupted.
+        progress = Progress(run, cfg, len(loaders.train))
+        loader = loaders.start_epoch(epoch, run.batch)
+        engine.train_epoch(run, loss_of, loader, cfg, progress.show, lambda: save("last.pt", run.state_dict()))
+        progress.close()
+        loss_sum, skipped = run.totals()
+        row = {"epoch": epoch + 1, "updates": run.updates, "lr": run.lr}
+        row |= {"train_loss": loss_sum / (len(loaders.train) * run.world.size), "train_skipped": skipped}
+
+        # Evaluate the raw and the averaged weights; keep the better ones where they are the best so far.
+        if (epoch + 1) % cfg.train.eval_every == 0 or epoch + 1 == cfg.train.epochs:
+            scores, weights, kind = engine.score(run, loaders.val, cfg.train.precision)
+            row |= scores
+            top1 = row["ema_top1" if kind == "ema" else "top1"]
+            if top1 > run.best:
+                run.best = top1
+                meta = about["meta"] | {"weights": kind}
+                save("best.pt", {"meta": meta, "metrics": row, "model": weights.state_dict()})
+
+        # Record, then save: a kill between the two repeats this epoch and replaces its rows.
+        record.epoch(row, progress.speed())
+        run.begin_epoch(epoch + 1)
+        save("last.pt", run.state_dict())
+        if run.world.main:
+            plots.curves(out)
+    record.close()
+
+
+if __name__ == "__main__":
+    with runtime.exit_codes("train.py"):
+        main(sys.argv[1:])

@@ -104,7 +104,8 @@ class Op:
             try:
                 return self.load(wanted, x.device, x.dtype)
             except Unavailable as reason:
-                raise RuntimeError(f"{self.name}: backend {wanted!r} was asked for but cannot run: {reason}") from reason
+                message = f"{self.name}: backend {wanted!r} was asked for but cannot run: {reason}"
+                raise RuntimeError(message) from reason
         reasons = []
         for name in filter(self.has, BACKENDS):
             try:

@@ -52,7 +52,7 @@ def test_use_backend_leaves_ops_without_it_alone(toy):
 
 
 def test_unknown_names_are_refused(toy, monkeypatch):
-    with pytest.raises(ValueError, match="unknown kernel backend 'cuda'; choose from mamba_ssm, triton, cpu, reference"):
+    with pytest.raises(ValueError, match="unknown kernel backend 'cuda'; choose from mamba_ssm, triton, cpu, ref"):
         registry.use_backend("cuda").__enter__()
     monkeypatch.setenv(registry.ENV, "fastest")
     with pytest.raises(ValueError, match="unknown kernel backend 'fastest'"):

@@ -1,0 +1,193 @@
+"""Data sets and their loaders: checked before anything is read, with errors that name the folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from timm.data import create_dataset, create_transform
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from .images import EvalBatches, Images, TrainBatches, collate
+from .runtime import UserError, World
+from .schema import Config, DataConfig
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+@dataclass
+class Data:
+    """What a task trains and evaluates on. `train` is None for an evaluation."""
+
+    train: DataLoader | None
+    val: DataLoader
+    classes: list[str]
+    preprocess: dict[str, Any] = field(default_factory=dict)
+
+    def start_epoch(self, epoch: int, batch: int = 0) -> DataLoader:
+        """The training loader, set to an epoch and its first batch."""
+        if isinstance(self.train.dataset, IterableDataset):
+            self.train.dataset.set_epoch(epoch)
+        else:
+            self.train.batch_sampler.epoch, self.train.batch_sampler.start = epoch, batch
+        return self.train
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Sorted names of the class folders in `folder`.
+
+    Raises UserError where the folder, class folders in it, or images in one of those are missing.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"data.root: {folder} is missing (an ImageFolder tree has train/ and val/ with one folder per class)"
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not names:
+        raise UserError(f"data.root: {folder} holds no class folders")
+    for name in names:
+        files = (folder / name).rglob("*")
+        if not any(f.suffix.lower() in IMG_EXTENSIONS for f in files):
+            raise UserError(f"data.root: class folder {folder / name} holds no images")
+    return names
+
+
+def _folder(config: DataConfig, split: str, classes: list[str]) -> list[tuple[str, int]]:
+    folder = Path(config.root) / split
+    found = class_folders(folder)
+    if unknown := [name for name in found if name not in classes]:
+        raise UserError(
+            f"data.root: {folder} has {len(unknown)} classes that training has not: {', '.join(unknown[:5])}"
+        )
+    indices = {name: classes.index(name) for name in found}
+    return make_dataset(str(folder), indices, extensions=IMG_EXTENSIONS, allow_empty=True)
+
+
+def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
+    """Class names of a folder data set, or None for a named one; errors before any image is read.
+
+    Raises UserError for missing folders, empty classes, and classes of val/ that train/ lacks.
+    """
+    data = config.data
+    if data.dataset:
+        return None
+    if not data.root:
+        raise UserError("data.root: name a folder with train/ and val/, or a timm data set in data.dataset")
+    if not Path(data.root).is_dir():
+        raise UserError(f"data.root: no such folder: {data.root}")
+    if evaluation:
+        return class_folders(Path(data.root) / data.val_split)
+    classes = class_folders(Path(data.root) / data.train_split)
+    _folder(data, data.val_split, classes)
+    return classes
+
+
+def _named(config: DataConfig, split: str, training: bool, batch_size: int, mode: str, seed: int):
+    try:
+        return create_dataset(
+            config.dataset,
+            root=config.root,
+            split=split,
+            is_training=training,
+            batch_size=batch_size,
+            seed=seed,
+            input_img_mode=mode,
+        )
+    except Exception as error:  # each reader has its own
+        raise UserError(f"data.dataset: {config.dataset!r}, split {split!r}: {error}") from error
+
+
+def count_classes(config: Config) -> int:
+    """Classes of a named data set, from whatever it tells about itself; model.num_classes where that is set."""
+    if config.model.num_classes is not None:
+        return config.model.num_classes
+    dataset = _named(config.data, config.data.train_split, True, 1, "RGB", config.seed)
+    reader = getattr(dataset, "reader", dataset)
+    if names := getattr(reader, "class_to_idx", None) or getattr(dataset, "classes", None):
+        return len(names)
+    features = getattr(getattr(reader, "dataset", None), "features", None) or {}
+    for feature in features.values():
+        if hasattr(feature, "num_classes"):
+            return feature.num_classes
+    raise UserError(f"data.dataset: {config.data.dataset} does not tell its number of classes: set model.num_classes")
+
+
+def transforms(config: Config, size: tuple[int, int], channels: int, cfg: dict[str, Any]):
+    """(training transform, evaluation transform, what the latter does); `cfg` is the model's own preprocessing."""
+    data = config.data
+    mean, std = (_per_channel(given or cfg[key], channels) for key, given in (("mean", data.mean), ("std", data.std)))
+    shared = {"input_size": (channels, *size), "mean": mean, "std": std}
+    train = create_transform(
+        **shared,
+        is_training=True,
+        scale=tuple(data.scale),
+        ratio=tuple(data.ratio),
+        hflip=data.hflip,
+        color_jitter=data.color_jitter or None,
+        auto_augment=data.auto_augment,
+        interpolation=data.interpolation,
+        re_prob=data.erase,
+        re_mode="pixel",
+    )
+    how = {
+        "crop_pct": data.crop_pct or cfg["crop_pct"],
+        "interpolation": data.interpolation.replace("random", "bicubic"),
+    }
+    return train, create_transform(**shared, **how), {**shared, **how}
+
+
+def _per_channel(values, channels: int) -> tuple[float, ...]:
+    """Means or deviations of three channels for one (their average) or four (the average for the fourth)."""
+    values = tuple(values)
+    if len(values) == channels:
+        return values
+    average = sum(values) / len(values)
+    return (average,) * channels if len(values) != 3 or channels == 1 else (*values, average)
+
+
+def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, Any], classes, evaluation=False) -> Data:
+    """Loaders of this process. `classes` are the class names to train on, from `check_sources` or a checkpoint."""
+    data, mode = config.data, MODES[config.model.in_chans]
+    train_transform, val_transform, how = transforms(config, size, config.model.in_chans, cfg)
+    eval_size = data.eval_batch_size or data.batch_size
+    workers = {"num_workers": data.workers, "persistent_workers": data.workers > 0}
+    workers |= {"pin_memory": world.device.type == "cuda", "collate_fn": collate}
+
+    def source(split: str, training: bool, batch_size: int):
+        if data.dataset:
+            return _named(data, split, training, batch_size, mode, config.seed)
+        return _folder(data, split, classes)
+
+    val = source(data.val_split, False, eval_size)
+    if isinstance(val, IterableDataset):
+        val.transform = val_transform
+        val_loader = _stream(val, eval_size, data.workers)
+    else:
+        images = Images(val, val_transform, mode, config.seed, data.skip_corrupt)
+        val_loader = DataLoader(images, batch_sampler=EvalBatches(len(val), eval_size, world), **workers)
+    if evaluation:
+        return Data(None, val_loader, classes, how)
+    train = source(data.train_split, True, data.batch_size)
+    if isinstance(train, IterableDataset):
+        train.transform = train_transform
+        return Data(_stream(train, data.batch_size, data.workers, True), val_loader, classes, how)
+    images = Images(train, train_transform, mode, config.seed, data.skip_corrupt, replace=True)
+    batches = TrainBatches(len(train), data.batch_size, world, config.seed, data.repeats)
+    if not len(batches):
+        raise UserError(
+            f"data.batch_size {data.batch_size} x {world.size} processes is more than the {len(train)} training images"
+        )
+    return Data(DataLoader(images, batch_sampler=batches, **workers), val_loader, classes, how)
+
+
+def _stream(dataset, batch_size: int, workers: int, training: bool = False) -> DataLoader:
+    """A loader over a streaming data set (wds/, tfds/, hfids/), which shuffles and deals out its samples itself."""
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=workers,
+        drop_last=training,
+        collate_fn=lambda samples: (*default_collate(samples), 0),
+    )

@@ -1,0 +1,156 @@
+"""The training loop and the evaluation. Knows no model and no task: it is handed a callable that returns the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .run import Run
+from .runtime import NonFinite, UserError, World, derive_seed, seed_everything
+from .schema import Config, TrainConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device):
+    return torch.autocast(device.type, DTYPES[precision]) if precision in DTYPES else nullcontext()
+
+
+class Watch:
+    """Finds non-finite losses on the device and stops all processes at the same batch, without a wait per step."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.never = torch.iinfo(torch.int64).max
+        self.first = torch.full((), self.never, dtype=torch.int64, device=run.world.device)
+
+    def see(self, loss: Tensor, batch: int) -> None:
+        self.first = torch.where(torch.isfinite(loss) | (self.first < self.never), self.first, batch)
+
+    def check(self, weights: bool = False) -> None:
+        """Raises NonFinite on every process, naming the first bad step anywhere. Called at the same batch by all."""
+        run = self.run
+        first = int(run.world.min(self.first.clone()))
+        where = f"epoch {run.epoch + 1}"
+        if first < self.never:
+            raise NonFinite(f"the loss is not finite at {where}, step {first + 1}; last checkpoint untouched")
+        if weights:
+            norms = torch.stack(torch._foreach_norm([p.detach().float() for p in run.model.parameters()]))
+            if not int(run.world.min(norms.isfinite().all().long())):
+                raise NonFinite(f"a weight is not finite at {where}, step {run.batch}; last checkpoint untouched")
+
+
+def train_epoch(
+    run: Run,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
+    loader,
+    config: Config,
+    on_log: Callable[[float], None],
+    on_save: Callable[[], None],
+) -> None:
+    """The rest of the run's current epoch. `loader` starts at batch run.batch.
+
+    `on_log(loss)` is called every train.log_every batches with this process's last loss, `on_save()` where
+    train.save_every_steps says so, after an optimizer step and on all processes at the same batch.
+    """
+    train: TrainConfig = config.train
+    batches = len(loader)
+    watch = Watch(run)
+    run.model.train()
+    save_due = False
+    for images, targets, skipped in loader:
+        batch, rank = run.batch, run.world.rank
+        seed_everything(derive_seed(config.seed, run.epoch, batch, rank))
+        images = images.to(run.world.device, non_blocking=True)
+        targets = targets.to(run.world.device, non_blocking=True)
+        first_of_step = batch - batch % train.accumulation
+        step_size = min(train.accumulation, batches - first_of_step)
+        last = batch + 1 == first_of_step + step_size
+        waiting = isinstance(run.wrapped, DistributedDataParallel) and not last
+        with run.wrapped.no_sync() if waiting else nullcontext():
+            with autocast(train.precision, run.world.device):
+                loss = loss_of(run.wrapped, images, targets)["loss"]
+            part = loss / step_size
+            (part if run.scaler is None else run.scaler.scale(part)).backward()
+        run.loss_sum += loss.detach()
+        run.skipped += skipped
+        watch.see(loss.detach(), batch)
+        if last:
+            run.step(config.optim.clip_grad)
+        run.batch += 1
+        if run.batch % train.log_every == 0 or run.batch == batches:
+            watch.check()
+            on_log(float(loss.detach()))
+        save_due = save_due or bool(train.save_every_steps and run.batch % train.save_every_steps == 0)
+        if save_due and last and run.batch < batches:
+            watch.check(weights=True)
+            on_save()
+            save_due = False
+    watch.check(weights=True)
+
+
+def score(run: Run, loader, precision: str) -> tuple[dict[str, Any], nn.Module, str]:
+    """Scores of the raw and, prefixed `ema_`, the averaged weights; the model with the better top-1, and its kind."""
+    row = evaluate(run.model, loader, run.world, precision)
+    if run.ema is None:
+        return row, run.model, "raw"
+    averaged = evaluate(run.ema.module, loader, run.world, precision)
+    row |= {f"ema_{name}": averaged[name] for name in ("top1", "top5", "loss")}
+    return (row, run.ema.module, "ema") if averaged["top1"] >= row["top1"] else (row, run.model, "raw")
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, loader, world: World, precision: str, confusion: bool = False) -> dict[str, Any]:
+    """Exact scores over all processes: top1 and top5 in percent, mean cross entropy, images, skipped.
+
+    With `confusion` also the counts (class, prediction) as an int64 tensor.
+    """
+    model.eval()
+    counts = torch.zeros(4, dtype=torch.int64, device=world.device)  # images, top1, top5, skipped
+    loss_sum = torch.zeros((), dtype=world.wide, device=world.device)
+    table = None
+    for images, targets, skipped in loader:
+        counts[3] += skipped
+        if not len(images):
+            continue
+        images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+        with autocast(precision, world.device):
+            logits = model(images).float()
+        loss_sum += F.cross_entropy(logits, targets, reduction="sum")
+        classes = logits.shape[1]
+        top = logits.topk(min(5, classes)).indices == targets[:, None]
+        counts[:3] += torch.stack([torch.full_like(counts[0], len(targets)), top[:, 0].sum(), top.sum()])
+        if confusion:
+            pairs = torch.bincount(targets * classes + logits.argmax(1), minlength=classes**2)
+            table = pairs if table is None else table + pairs
+    world.sum(counts)
+    world.sum(loss_sum)
+    images = int(counts[0])
+    if not images:
+        raise UserError("the evaluation set holds no readable image")
+    scores = {
+        "top1": 100 * int(counts[1]) / images,
+        "top5": 100 * int(counts[2]) / images,
+        "loss": float(loss_sum) / images,
+        "images": images,
+        "skipped": int(counts[3]),
+    }
+    if confusion:
+        table = _all_tables(table, model, world)
+        side = math.isqrt(table.numel())
+        scores["confusion"] = table.view(side, side).cpu()
+    return scores
+
+
+def _all_tables(table: Tensor | None, model: nn.Module, world: World) -> Tensor:
+    """The sum of every process's counts; one that saw no image brings zeros."""
+    if table is None:
+        table = torch.zeros(model.num_classes**2, dtype=torch.int64, device=world.device)
+    return world.sum(table)

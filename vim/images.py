@@ -1,0 +1,129 @@
+"""Which image comes when, and how it is read: every result depends on the seed alone.
+
+A training image is augmented with generators seeded from (seed, epoch, its place in the epoch), so the pixels are the
+same for any number of loader processes, for one process or several, and after a resume in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from .runtime import UserError, World, derive_seed
+
+
+class Images(Dataset):
+    """(epoch, place, index) -> (image tensor, class), its generators seeded from (seed, epoch, place).
+
+    `source` is a list of (path, class) or a data set of (PIL image, class). With `skip_corrupt` an unreadable image
+    becomes None, or, with `replace`, the next readable one; without it, it is an error that names the file.
+    """
+
+    def __init__(self, source, transform, mode: str, seed: int, skip_corrupt: bool = False, replace: bool = False):
+        self.source, self.transform, self.mode = source, transform, mode
+        self.seed, self.skip_corrupt, self.replace = seed, skip_corrupt, replace
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        if isinstance(self.source, list):
+            image, target = self.source[index]
+        else:  # timm's own sets hide unreadable files behind the next one, so their reader is asked instead
+            image, target = getattr(self.source, "reader", self.source)[index][:2]
+        if not isinstance(image, Image.Image):
+            with Image.open(image) as opened:
+                return opened.convert(self.mode), target
+        return image.convert(self.mode), target
+
+    def _name(self, index: int) -> str:
+        if isinstance(self.source, list):
+            return self.source[index][0]
+        named = getattr(self.source, "filename", None)
+        return named(index) if named else f"image {index}"
+
+    def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, int, int] | None:
+        epoch, place, index = key
+        for skipped in range(len(self)):
+            try:
+                image, target = self._read((index + skipped) % len(self))
+            except Exception as error:  # decoders raise nearly anything
+                if not self.skip_corrupt:
+                    raise UnreadableImage.of(self._name(index), error) from error
+                if not self.replace:
+                    return None
+                continue
+            seed = derive_seed(self.seed, epoch, place)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            return self.transform(image), int(target), skipped
+        raise UnreadableImage("none of the training images can be read")
+
+
+class UnreadableImage(UserError):
+    """Raised in a loader process; torch raises it anew in the main one, with the traceback as its message."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> UnreadableImage:
+        return cls(f"{name}: cannot be read ({error}); data.skip_corrupt skips and counts such images")
+
+    def __str__(self) -> str:
+        return super().__str__().rstrip().rsplit("UnreadableImage: ", 1)[-1]
+
+
+def collate(samples: list) -> tuple[Tensor, Tensor, int]:
+    """Images, classes, and how many images were unreadable; the readable ones only."""
+    kept = [s for s in samples if s is not None]
+    skipped = len(samples) - len(kept) + sum(s[2] for s in kept)
+    if not kept:
+        return torch.empty(0), torch.empty(0, dtype=torch.long), skipped
+    images, targets = default_collate([s[:2] for s in kept])
+    return images, targets, skipped
+
+
+class TrainBatches:
+    """Batches of (epoch, place, index) of one process for one epoch; iteration may start at a later batch.
+
+    The epoch's order is one permutation from (seed, epoch). Each global batch is a run of it, dealt out to the
+    processes in turn, so one process with batch 2b sees what two with batch b see. With `repeats` > 1 every image comes
+    that many times in a row, for as many places as there are images (repeated augmentation as in DeiT). The last,
+    incomplete global batch is dropped.
+    """
+
+    def __init__(self, images: int, batch_size: int, world: World, seed: int, repeats: int = 1):
+        self.images, self.batch_size, self.world, self.seed, self.repeats = images, batch_size, world, seed, repeats
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return self.images // (self.batch_size * self.world.size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
+        order = torch.randperm(self.images, generator=generator)
+        order = order.repeat_interleave(self.repeats)[: self.images].tolist()
+        size = self.batch_size * self.world.size
+        for batch in range(self.start, len(self)):
+            places = range(batch * size + self.world.rank, (batch + 1) * size, self.world.size)
+            yield [(self.epoch, place, order[place]) for place in places]
+
+
+class EvalBatches:
+    """Process r gets images r, r + size, ...: every image once, none twice, also when they do not divide evenly."""
+
+    def __init__(self, images: int, batch_size: int, world: World):
+        self.places = range(world.rank, images, world.size)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.places) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
+        for first in range(0, len(self.places), self.batch_size):
+            yield [(0, i, i) for i in self.places[first : first + self.batch_size]]

@@ -1,0 +1,119 @@
+"""Processes, devices, randomness and the log: everything a run needs before it has a model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from timm.utils.distributed import init_distributed_device_so
+from torch import Tensor
+
+log = logging.getLogger("vim")
+
+
+class UserError(ValueError):
+    """Something the user can set right; the message is one line that names it. The command ends with exit code 2."""
+
+
+class NonFinite(RuntimeError):
+    """Training left the numbers: a loss or a weight is NaN or infinite. All ranks raise it together."""
+
+
+@contextlib.contextmanager
+def exit_codes(prog: str) -> Iterator[None]:
+    """One line on stderr from rank 0 instead of a traceback: exit code 2 for a UserError, 1 for NonFinite."""
+    try:
+        yield
+    except (UserError, NonFinite) as error:
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
+            sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process runs: its device, its rank among `size` processes."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The widest float the device has."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def min(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN)
+        return x
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def start(device: str = "auto", threads: int | None = None) -> World:
+    """Join the other processes that torchrun or SLURM started, if any, and choose the device.
+
+    `device` "auto" takes CUDA where there is one. Raises UserError for a device this machine lacks.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"train.device: {device!r} was asked for, but torch sees no CUDA device here")
+    if threads:
+        torch.set_num_threads(threads)
+    found = init_distributed_device_so(device)
+    world = World(torch.device(found["device"]), found["global_rank"], found["world_size"])
+    if world.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+    return world
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from a few integers (seed, epoch, position, ...): any two tuples give unrelated streams."""
+    digest = blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators (all devices, without waiting for any)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def setup_log(main: bool) -> None:
+    """Plain lines on stdout from rank 0; warnings only from the others."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("vim", "ssm_kernels"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.INFO if main else logging.ERROR)

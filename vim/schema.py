@@ -1,0 +1,242 @@
+"""Every key of a run's configuration, its type, default and range. Durations are in epochs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .runtime import UserError
+
+
+def _at_least(low: float, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= low:
+            raise UserError(f"{name.replace('__', '.')} must be at least {low}, got {value!r}")
+
+
+def _within(low: float, high: float, **values: float) -> None:
+    for name, value in values.items():
+        if not low <= value <= high:
+            raise UserError(f"{name.replace('__', '.')} must lie in [{low}, {high}], got {value!r}")
+
+
+@dataclass
+class ModelConfig:
+    """The network.
+
+    Args:
+        name: any timm model, this package's families included (python -m vim.doctor lists those).
+        img_size: pixels, a number or [height, width]; null: the model's own.
+        in_chans: image channels, 1, 3 or 4.
+        num_classes: null: as many as the data has.
+        drop: dropout before the head.
+        drop_path: stochastic depth of the last block; grows linearly from 0.
+        grad_checkpointing: recompute activations in the backward pass to save memory.
+        kwargs: further arguments of the model, e.g. {init: published, dynamic_img_size: true}.
+    """
+
+    name: str = "vim_tiny_patch16_224"
+    img_size: int | list[int] | None = None
+    in_chans: int = 3
+    num_classes: int | None = None
+    drop: float = 0.0
+    drop_path: float = 0.0
+    grad_checkpointing: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        _within(0, 1, model__drop=self.drop, model__drop_path=self.drop_path)
+        if self.in_chans not in (1, 3, 4):
+            raise UserError(f"model.in_chans must be 1, 3 or 4, got {self.in_chans}")
+        if isinstance(self.img_size, list) and len(self.img_size) != 2:
+            raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
+
+
+@dataclass
+class DataConfig:
+    """Images and their augmentation (timm's).
+
+    Args:
+        root: an ImageFolder tree with train/ and val/, one folder per class in each; or the root of `dataset`.
+        dataset: a timm dataset instead, e.g. hfds/imagenet-1k, torch/cifar10, wds/....
+        train_split: folder or split to train on.
+        val_split: folder or split to evaluate on.
+        batch_size: images per process and step.
+        eval_batch_size: null: batch_size.
+        workers: loader processes per training process; results do not depend on it.
+        scale: area range of the random resized crop.
+        ratio: aspect range of the random resized crop.
+        hflip: probability of a horizontal flip.
+        color_jitter: strength; ignored where a RandAugment policy is set, as in timm.
+        auto_augment: timm policy such as rand-m9-mstd0.5-inc1, or 3a for 3-Augment; null: none.
+        interpolation: of the resizes, in training and evaluation.
+        erase: probability of random erasing.
+        mixup: alpha of Mixup, 0: off.
+        cutmix: alpha of CutMix, 0: off.
+        smoothing: label smoothing.
+        repeats: repeated augmentation, copies of each image per epoch (the epoch keeps its length); 1: off.
+        crop_pct: share of the resized image kept in evaluation; null: the model's.
+        mean: of each channel; null: the model's.
+        std: of each channel; null: the model's.
+        skip_corrupt: replace unreadable training images and leave out unreadable evaluation images, and count them.
+    """
+
+    root: str | None = None
+    dataset: str | None = None
+    train_split: str = "train"
+    val_split: str = "val"
+    batch_size: int = 128
+    eval_batch_size: int | None = None
+    workers: int = 8
+    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
+    ratio: list[float] = field(default_factory=lambda: [0.75, 1.3333333333333333])
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    interpolation: Literal["bicubic", "bilinear", "nearest", "random"] = "bicubic"
+    erase: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    smoothing: float = 0.1
+    repeats: int = 1
+    crop_pct: float | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    skip_corrupt: bool = False
+
+    def __post_init__(self):
+        _at_least(1, data__batch_size=self.batch_size, data__eval_batch_size=self.eval_batch_size)
+        _at_least(1, data__repeats=self.repeats)
+        _at_least(0, data__workers=self.workers, data__mixup=self.mixup, data__cutmix=self.cutmix)
+        _within(0, 1, data__hflip=self.hflip, data__erase=self.erase, data__smoothing=self.smoothing)
+        for name, pair in (("scale", self.scale), ("ratio", self.ratio)):
+            if len(pair) != 2 or not 0 < pair[0] <= pair[1]:
+                raise UserError(f"data.{name} must be [low, high] with 0 < low <= high, got {pair}")
+        if (self.mixup or self.cutmix) and self.batch_size % 2:
+            raise UserError(f"data.batch_size must be even with Mixup or CutMix, got {self.batch_size}")
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and learning rate.
+
+    Args:
+        opt: any timm optimizer.
+        lr: at a global batch (processes * batch_size * accumulation) of lr_batch; scaled linearly to the real one.
+        lr_batch: null: lr is taken as it is.
+        schedule: cosine with warm-up by update, or constant after the warm-up.
+        min_lr: at the end of the cosine, not scaled.
+        warmup_epochs: linear from warmup_lr.
+        warmup_lr: not scaled.
+        weight_decay: not on biases, norms, tokens, positions, A and D.
+        betas: of AdamW.
+        eps: of AdamW.
+        clip_grad: norm; null: no clipping.
+        layer_decay: factor of the lr from each layer to the one before; null: none.
+    """
+
+    opt: str = "adamw"
+    lr: float = 1e-3
+    lr_batch: int | None = 1024
+    schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr: float = 1e-5
+    warmup_epochs: float = 5
+    warmup_lr: float = 1e-6
+    weight_decay: float = 0.05
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    clip_grad: float | None = None
+    layer_decay: float | None = None
+
+    def __post_init__(self):
+        _at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
+        _at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay)
+        _at_least(1, optim__lr_batch=self.lr_batch)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Args:
+        epochs: in all.
+        accumulation: batches per optimizer step.
+        precision: autocast dtype; fp32: none.
+        ema_decay: of the averaged weights, per update; null: no average.
+        ema_warmup: let the decay grow from 0 in early updates.
+        eval_every: epochs between evaluations; the last epoch is always evaluated.
+        save_every_steps: batches between checkpoints within an epoch; null: at the end of each epoch only.
+        log_every: batches between log lines; finiteness is checked as often.
+        init_from: weights to start from (vim.load_weights).
+        init_family: the family of a foreign init_from.
+        init_resize_stride: resample positions across patch strides.
+        device: auto, cpu, cuda, mps.
+        threads: CPU threads of the main process; null: torch's choice. Bit-equal runs need the same number.
+        compile: torch.compile the model.
+        require_kernels: fail rather than run the selective scan on its plain PyTorch reference.
+    """
+
+    epochs: int = 300
+    accumulation: int = 1
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    ema_decay: float | None = 0.9999
+    ema_warmup: bool = False
+    eval_every: int = 1
+    save_every_steps: int | None = None
+    log_every: int = 50
+    init_from: str | None = None
+    init_family: str | None = None
+    init_resize_stride: bool = False
+    device: str = "auto"
+    threads: int | None = None
+    compile: bool = False
+    require_kernels: bool = False
+
+    def __post_init__(self):
+        _at_least(1, train__epochs=self.epochs, train__accumulation=self.accumulation)
+        _at_least(1, train__eval_every=self.eval_every, train__log_every=self.log_every)
+        _at_least(1, train__save_every_steps=self.save_every_steps, train__threads=self.threads)
+        if self.ema_decay is not None:
+            _within(0, 1, train__ema_decay=self.ema_decay)
+
+
+@dataclass
+class SlwsConfig:
+    """Stochastic layer-wise shuffle (arXiv 2408.17081).
+
+    Args:
+        rate: probability with which the last layer shuffles; grows linearly from 0 at the first.
+    """
+
+    rate: float = 0.0
+
+    def __post_init__(self):
+        _within(0, 1, slws__rate=self.rate)
+
+
+@dataclass
+class DistillConfig:
+    """Masked feature distillation."""
+
+
+@dataclass
+class Config:
+    """A run.
+
+    Args:
+        out: run directory; the same command again resumes from its last.pt.
+        seed: of everything random; with (epoch, position, rank) it fixes every draw.
+        task: classify, or distill (masked feature distillation).
+    """
+
+    out: str = "runs/run"
+    seed: int = 0
+    task: Literal["classify", "distill"] = "classify"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    slws: SlwsConfig = field(default_factory=SlwsConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
