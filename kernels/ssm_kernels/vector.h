@@ -22,7 +22,6 @@ namespace {  // internal linkage: every file is compiled for this machine's inst
 using Vec = at::vec::Vectorized<float>;
 using at::vec::fmadd;
 constexpr int64_t W = Vec::size();
-constexpr float kLog2e = 1.44269504f;
 
 inline float sum_lanes(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -40,17 +39,16 @@ inline float sum_lanes(Vec x) {
 inline Vec get(const float* rows, int64_t i) { return Vec::loadu(rows + i * W); }
 inline void put(float* rows, int64_t i, Vec x) { x.store(rows + i * W); }
 
-// 2^(a * b), relative error 1e-7. The caller folds log2(e) into a or b for exp; the product is rounded once only.
-inline Vec exp2_product(Vec a, Vec b) {
+// exp, relative error 1e-7 + 1.4e-8 |x|: 2^n 2^f with n + f = x log2(e), 2^f by a polynomial.
+inline Vec exp(Vec x) {
+  const Vec log2e(1.44269504f);
 #if defined(CPU_CAPABILITY_AVX512)
-  const Vec n = _mm512_roundscale_ps(a * b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vec f = _mm512_fmsub_ps(a, b, n);
+  const Vec n = _mm512_roundscale_ps(x * log2e, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  // Bounds keep 2^n a normal number, built from its bits. `clamp` passes NaN on.
-  const Vec x = at::vec::clamp(a * b, Vec(-126.f), Vec(127.f));
-  const Vec n = x.round();
-  const Vec f = x - n;
+  x = at::vec::clamp(x, Vec(-87.f), Vec(88.f));  // so that 2^n is a normal number; passes NaN on
+  const Vec n = (x * log2e).round();
 #endif
+  const Vec f = at::vec::fmsub(x, log2e, n);
   Vec p(1.5353362e-4f);  // minimax on [-1/2, 1/2], exact at 0
   p = fmadd(p, f, Vec(1.3398875e-3f));
   p = fmadd(p, f, Vec(9.6184369e-3f));
@@ -65,8 +63,6 @@ inline Vec exp2_product(Vec a, Vec b) {
   return p * at::vec::cast<float>(exponent << at::vec::Vectorized<int32_t>(23));
 #endif
 }
-
-inline Vec exp(Vec x) { return exp2_product(x, Vec(kLog2e)); }
 
 inline Vec sigmoid(Vec x) { return Vec(1.f) / (Vec(1.f) + exp(x.neg())); }
 

@@ -74,9 +74,9 @@ struct Task {
   void row(const Rows& to, int64_t t, Vec x) const { to.store(sample, s.position(start + t), channel, lanes, x); }
   Vec channels(const float* p) const { return p ? Vec::loadu(p + channel, lanes) : Vec(0.f); }
 
-  // log2(e) A for states k .. k + N, zeros beyond n.
+  // A for states k .. k + N, zeros beyond n.
   void load_A(int64_t k, Vec* a) const {
-    for (int64_t i = 0; i < N; ++i) a[i] = k + i < s.n ? channels(s.At + (k + i) * s.d) * Vec(kLog2e) : Vec(0.f);
+    for (int64_t i = 0; i < N; ++i) a[i] = k + i < s.n ? channels(s.At + (k + i) * s.d) : Vec(0.f);
   }
 };
 
@@ -130,7 +130,7 @@ struct Forward : Task {
       const float *b = B + t * stride + k, *c = C + t * stride + k;
       Vec sum = get(y, t);
       for (int64_t i = 0; i < N; ++i) {
-        x[i] = fmadd(x[i], exp2_product(step, a[i]), input * Vec(b[i]));
+        x[i] = fmadd(x[i], exp(step * a[i]), input * Vec(b[i]));
         sum = fmadd(x[i], Vec(c[i]), sum);
       }
       put(y, t, sum);
@@ -220,7 +220,7 @@ struct Backward : Task {
       const float *b = B + t * stride + k, *c = C + t * stride + k;
       Vec sum = with_y ? get(y, t) : Vec(0.f);
       for (int64_t i = 0; i < N; ++i) {
-        const Vec g = exp2_product(step, a[i]);
+        const Vec g = exp(step * a[i]);
         put(gate, t * N + i, g);
         x[i] = fmadd(x[i], g, input * Vec(b[i]));
         put(h, (t + 1) * N + i, x[i]);
@@ -230,7 +230,7 @@ struct Backward : Task {
     }
   }
 
-  // From the chunk's last position to its first. `a` carries log2(e), taken out again where it enters a gradient.
+  // From the chunk's last position to its first.
   void walk_back(int64_t k, const Vec* a, float* dstate, float* dA_sum) {
     Vec g[N], da[N];
     for (int64_t i = 0; i < N; ++i) {
@@ -266,7 +266,7 @@ struct Backward : Task {
     Vec to_D(0.f), to_bias(0.f);
     for (int64_t t = 0; t < steps; ++t) {
       const Vec x = get(u, t), g = get(dy, t), to_input = get(through_input, t);
-      const Vec draw = fmadd(to_input, x, get(through_gate, t) * Vec(1.f / kLog2e)) * get(slope, t);
+      const Vec draw = fmadd(to_input, x, get(through_gate, t)) * get(slope, t);
       row(s.du, t, fmadd(to_input, get(delta, t), g * D));
       row(s.ddelta, t, draw);
       if (s.z.data) {
