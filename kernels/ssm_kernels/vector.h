@@ -76,7 +76,12 @@ inline Vec log1p_unit(Vec w) {
   return fmadd(p * q, s, s + s);
 }
 
-inline Vec softplus(Vec x) { return at::vec::maximum(x, Vec(0.f)) + log1p_unit(exp(x.abs().neg())); }
+// log(1 + exp(x)), and its derivative where asked for.
+inline Vec softplus(Vec x, Vec* slope = nullptr) {
+  const Vec one(1.f), w = exp(x.abs().neg());
+  if (slope) *slope = Vec::blendv(w, one, x >= Vec(0.f)) / (one + w);
+  return at::vec::maximum(x, Vec(0.f)) + log1p_unit(w);
+}
 
 enum DType : int64_t { kFloat = 0, kBFloat16 = 1, kHalf = 2 };
 

@@ -7,7 +7,7 @@
 namespace ssm {
 namespace {
 
-constexpr int64_t kRows = 64;  // rows per chunk
+constexpr int64_t kRows = 16;  // rows per chunk
 
 // Mirrored by `Conv` in cpu.py.
 struct Conv {
@@ -26,19 +26,18 @@ struct Task {
   const Conv& s;
   const int64_t halo, sums;  // dweight rows and then one of dbias
   int64_t sample = 0, channel = 0, lanes = 0;
-  Buffer x, g, weight, total;
+  Buffer x, g, weight, totals;
   Vec bias;
 
   explicit Task(const Conv& conv)
       : s(conv), halo(conv.width - 1), sums(conv.width + 1), x((kRows + 2 * halo) * W), g((kRows + halo) * W),
-        weight(s.width * W), total(sums * W) {}
+        weight(s.width * W), totals((conv.blocks() / conv.parts + 1) * sums * W) {}
 
   Vec row(const Rows& from, int64_t t) const {
     return t < 0 || t >= s.l ? Vec(0.f) : from.load(sample, s.position(t), channel, lanes);
   }
 
-  void enter(int64_t of_sample, int64_t block) {
-    sample = of_sample;
+  void enter(int64_t block) {
     channel = block * W;
     lanes = std::min(W, s.d - channel);
     for (int64_t k = 0; k < s.width; ++k) put(weight, k, Vec::loadu(s.weight + k * s.d + channel, lanes));
@@ -65,7 +64,7 @@ struct Task {
     }
   }
 
-  void backward(int64_t start, int64_t rows) {
+  void backward(int64_t start, int64_t rows, float* total) {
     load_x(start, rows + halo);
     for (int64_t i = 0; i < rows + halo; ++i) {
       Vec dy = row(s.out, start + i);
@@ -87,31 +86,38 @@ struct Task {
     }
   }
 
-  void store_sums() const {
+  void store_sums(const float* total) const {
     for (int64_t k = 0; k < s.width; ++k)
       get(total, k).store(s.dweight + (sample * s.width + k) * s.d + channel, lanes);
-    if (s.dbias) get(total, s.width).store(s.dbias + sample * s.d + channel, lanes);
+    get(total, s.width).store(s.dbias + sample * s.d + channel, lanes);
+  }
+
+  // Chunk by chunk, and all blocks in a chunk: blocks are neighbours in memory.
+  template <bool with_gradient>
+  void run(int64_t of_sample, Part part) {
+    sample = of_sample;
+    if (with_gradient) std::fill_n(static_cast<float*>(totals), (part.end - part.begin) * sums * W, 0.f);
+    for (int64_t start = 0; start < s.l; start += kRows)
+      for (int64_t block = part.begin; block < part.end; ++block) {
+        enter(block);
+        const int64_t rows = std::min(kRows, s.l - start);
+        with_gradient ? backward(start, rows, totals + (block - part.begin) * sums * W) : forward(start, rows);
+      }
+    for (int64_t block = part.begin; with_gradient && block < part.end; ++block) {
+      enter(block);
+      store_sums(totals + (block - part.begin) * sums * W);
+    }
   }
 };
 
-template <bool backward>
+template <bool with_gradient>
 void run(const Conv& s) {
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1)
   {
     Task task(s);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < s.b * s.parts; ++i) {
-      const Part part(i % s.parts, s.parts, s.blocks());
-      for (int64_t block = part.begin; block < part.end; ++block) {
-        task.enter(i / s.parts, block);
-        if (backward) std::fill_n(static_cast<float*>(task.total), task.sums * W, 0.f);
-        for (int64_t start = 0; start < s.l; start += kRows) {
-          const int64_t rows = std::min(kRows, s.l - start);
-          backward ? task.backward(start, rows) : task.forward(start, rows);
-        }
-        if (backward) task.store_sums();
-      }
-    }
+    for (int64_t i = 0; i < s.b * s.parts; ++i)
+      task.run<with_gradient>(i / s.parts, Part(i % s.parts, s.parts, s.blocks()));
   }
 }
 

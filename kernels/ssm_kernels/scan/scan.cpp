@@ -8,7 +8,7 @@
 namespace ssm {
 namespace {
 
-constexpr int64_t T = 16;  // positions per chunk
+constexpr int64_t T = 32;  // positions per chunk
 #if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
 constexpr int64_t N = 8;  // states per tile: backward keeps two vectors of each in the 32 registers,
 #else
@@ -76,6 +76,7 @@ struct Task {
 
   // A for states k .. k + N, zeros beyond n.
   void load_A(int64_t k, Vec* a) const {
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) a[i] = k + i < s.n ? channels(s.At + (k + i) * s.d) : Vec(0.f);
   }
 };
@@ -124,30 +125,33 @@ struct Forward : Task {
   void scan(int64_t k, float* state) {
     Vec a[N], x[N];
     load_A(k, a);
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) x[i] = get(state, i);
     for (int64_t t = 0; t < steps; ++t) {
       const Vec step = get(delta, t), input = get(du, t);
       const float *b = B + t * stride + k, *c = C + t * stride + k;
       Vec sum = get(y, t);
+#pragma GCC unroll 8
       for (int64_t i = 0; i < N; ++i) {
         x[i] = fmadd(x[i], exp(step * a[i]), input * Vec(b[i]));
         sum = fmadd(x[i], Vec(c[i]), sum);
       }
       put(y, t, sum);
     }
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) put(state, i, x[i]);
   }
 };
 
 struct Backward : Task {
-  Buffer slope, dy;                 // softplus'(raw delta); gradient of y before the gate
+  Buffer slope, sigmoid_z, dy;      // softplus'(raw delta); gradient of y before the gate
   Buffer through_input, through_gate;  // gradients of delta * u, and of delta through exp(delta A)
   Buffer h, gate;                   // states (T + 1, N) and exp(delta A) (T, N) of the tile
   Buffer dB, dC;                    // (T, padded n) vectors, summed over the blocks, lanes still apart
   Buffer dh, dA, dD, dbias;         // of all blocks of the part
 
   explicit Backward(const Scan& scan)
-      : Task(scan), slope(T * W), dy(T * W), through_input(T * W), through_gate(T * W), h((T + 1) * N * W),
+      : Task(scan), slope(T * W), sigmoid_z(T * W), dy(T * W), through_input(T * W), through_gate(T * W), h((T + 1) * N * W),
         gate(T * N * W), dB(T * stride * W), dC(T * stride * W), dh(per_part()), dA(per_part()), dD(per_part()),
         dbias(per_part()) {}
 
@@ -173,6 +177,7 @@ struct Backward : Task {
           const int64_t offset = local * stride + k;
           Vec a[N];
           load_A(k, a);
+#pragma GCC unroll 8
           for (int64_t j = 0; j < N; ++j) put(h, j, state ? get(state, k + j) : Vec(0.f));
           s.z.data ? recompute<true>(k, a) : recompute<false>(k, a);
           walk_back(k, a, dh + offset * W, dA + offset * W);
@@ -196,14 +201,16 @@ struct Backward : Task {
     const Vec bias = channels(s.bias), D = channels(s.D);
     for (int64_t t = 0; t < steps; ++t) {
       const Vec raw = row(s.delta, t) + bias, x = row(s.u, t);
-      put(slope, t, s.softplus ? sigmoid(raw) : Vec(1.f));
-      put(delta, t, s.softplus ? softplus(raw) : raw);
+      Vec slope_here(1.f);
+      put(delta, t, s.softplus ? softplus(raw, &slope_here) : raw);
+      put(slope, t, slope_here);
       put(u, t, x);
       put(y, t, D * x);
       Vec g = row(s.out, t);
       if (s.z.data) {
-        const Vec z = row(s.z, t);
-        g = g * z * sigmoid(z);
+        const Vec z = row(s.z, t), q = sigmoid(z);
+        put(sigmoid_z, t, q);
+        g = g * z * q;
       }
       put(dy, t, g);
       put(through_input, t, Vec(0.f));
@@ -214,11 +221,13 @@ struct Backward : Task {
   template <bool with_y>
   void recompute(int64_t k, const Vec* a) {
     Vec x[N];
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) x[i] = get(h, i);
     for (int64_t t = 0; t < steps; ++t) {
       const Vec step = get(delta, t), input = step * get(u, t);
       const float *b = B + t * stride + k, *c = C + t * stride + k;
       Vec sum = with_y ? get(y, t) : Vec(0.f);
+#pragma GCC unroll 8
       for (int64_t i = 0; i < N; ++i) {
         const Vec g = exp(step * a[i]);
         put(gate, t * N + i, g);
@@ -233,6 +242,7 @@ struct Backward : Task {
   // From the chunk's last position to its first.
   void walk_back(int64_t k, const Vec* a, float* dstate, float* dA_sum) {
     Vec g[N], da[N];
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) {
       g[i] = get(dstate, i);
       da[i] = Vec(0.f);  // summed per chunk first: one running fp32 sum over l would lose digits
@@ -242,6 +252,7 @@ struct Backward : Task {
       const float *b = B + t * stride + k, *c = C + t * stride + k;
       float *db = dB + (t * stride + k) * W, *dc = dC + (t * stride + k) * W;
       Vec to_input(0.f), to_gate(0.f);
+#pragma GCC unroll 8
       for (int64_t i = 0; i < N; ++i) {
         put(dc, i, fmadd(get(h, (t + 1) * N + i), dout, get(dc, i)));
         g[i] = fmadd(dout, Vec(c[i]), g[i]);
@@ -255,6 +266,7 @@ struct Backward : Task {
       put(through_input, t, get(through_input, t) + to_input);
       put(through_gate, t, get(through_gate, t) + to_gate);
     }
+#pragma GCC unroll 8
     for (int64_t i = 0; i < N; ++i) {
       put(dstate, i, g[i]);
       put(dA_sum, i, get(dA_sum, i) + da[i]);
@@ -270,7 +282,7 @@ struct Backward : Task {
       row(s.du, t, fmadd(to_input, get(delta, t), g * D));
       row(s.ddelta, t, draw);
       if (s.z.data) {
-        const Vec z = row(s.z, t), q = sigmoid(z);
+        const Vec z = row(s.z, t), q = get(sigmoid_z, t);
         row(s.dz, t, row(s.out, t) * get(y, t) * q * fmadd(z, Vec(1.f) - q, Vec(1.f)));
       }
       to_D = fmadd(g, x, to_D);
