@@ -35,7 +35,7 @@ def compiler(tmp_path, monkeypatch):
 
     def install(script):
         path = tmp_path / "compiler"
-        path.write_text(f'#!/bin/sh\necho run >> {tmp_path}/runs\nfor out; do :; done\n{script}\n')  # -o comes last
+        path.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor out; do :; done\n{script}\n")  # -o comes last
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("CXX", str(path))
 

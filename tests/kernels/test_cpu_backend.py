@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssm_kernels
 from ssm_kernels import backend as registry
@@ -235,7 +236,37 @@ def test_extreme_values_stay_finite():
     assert_parity(scan, textbook_scan, inputs, grads, delta_softplus=True)
 
 
-def test_states_are_kept_for_a_gradient_only_and_per_chunk():
+@pytest.mark.parametrize("case", CASES)
+def test_the_mixers_layout_is_not_copied(case):
+    inputs, _ = CASES[case][1]()
+    assert all(cpp.channel_last(x) is x for x in inputs.values() if x.ndim == 3)
+
+
+class Calls(TorchDispatchMode):
+    """The operators of this package that run in its block, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "ssm_kernels":
+            self.seen.append((func.name().removeprefix("ssm_kernels::"), args))
+        return func(*args, **kwargs or {})
+
+
+def test_states_are_kept_for_a_gradient_only():
+    inputs, _ = scan_inputs(d=3)
+    with Calls() as calls:
+        scan(**inputs)
+        inputs["A"].requires_grad_()
+        scan(**inputs)
+        with torch.no_grad():
+            scan(**inputs)
+    assert [(name, args[-1]) for name, args in calls.seen] == [("cpu_scan_forward", keep) for keep in (0, 1, 0)]
+
+
+def test_states_are_kept_per_chunk():
     inputs, _ = scan_inputs(b=1, d=16, length=3200)
     args = [inputs[k] for k in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
     _, states = torch.ops.ssm_kernels.cpu_scan_forward(*args, True, False, False)
@@ -248,7 +279,7 @@ def test_a_second_derivative_is_refused():
     inputs, _ = scan_inputs(b=1, d=3, length=5)
     u = inputs.pop("u").detach().requires_grad_()
     (g,) = torch.autograd.grad(scan(u=u, **inputs).sum(), u, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         g.sum().backward()
 
 
