@@ -62,7 +62,11 @@ with runtime.exit_codes("train.py"):
         loss = model(images).square().mean()
         return {"loss": loss * float("nan") if world.rank == 1 and run.batch == 4 else loss}
 
-    engine.train_epoch(run, loss_of, batches, config, lambda loss: None, lambda: None)
+    try:
+        engine.train_epoch(run, loss_of, batches, config, lambda loss: None, lambda: None)
+    except runtime.NonFinite as error:
+        Path(sys.argv[1], f"rank{world.rank}").write_text(f"{run.batch} {error}")
+        raise
 """
 
 
