@@ -30,6 +30,8 @@ def walk(tree: Any, visit: Callable[[str, Tensor], Any], path: str = "") -> Any:
         return tree
     if dataclasses.is_dataclass(tree):
         return dataclasses.replace(tree, **changed)
+    if type(tree) is dict:
+        return tree | changed
     if isinstance(tree, Mapping):
         tree = copy.copy(tree)
         for key, value in changed.items():

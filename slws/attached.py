@@ -51,11 +51,14 @@ class Attached:
         self.open = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
         if options.static:
             first = next(layer.parameters(), None)
-            device = torch.device("cpu") if first is None else first.device
-            self.threshold = torch.tensor(self.current_rate or 0.0, device=device)
-            self.tally = torch.zeros(2, dtype=torch.int64, device=device)
-            for tensor in (self.threshold, self.tally):
-                torch._dynamo.mark_static_address(tensor)
+            self._settle(torch.device("cpu") if first is None else first.device)
+
+    def _settle(self, device: torch.device) -> None:
+        """Puts what a recorded graph reads and counts on the device: the rate now, and (calls, shuffles)."""
+        self.threshold = torch.tensor(self.current_rate or 0.0, device=device)
+        self.tally = getattr(self, "tally", torch.zeros(2, dtype=torch.int64)).to(device)
+        for tensor in (self.threshold, self.tally):
+            torch._dynamo.mark_static_address(tensor)
 
     @property
     def current_rate(self) -> float | None:
@@ -107,7 +110,7 @@ class Attached:
         """Whether this call is being recorded, for a compiled or CUDA graph: then the draw must be part of it."""
         if torch.compiler.is_compiling():
             return True
-        return self.threshold.is_cuda and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     # A compiled graph must neither trace the drawing nor the counting, which would compile again at each call.
     @torch.compiler.disable
@@ -174,8 +177,10 @@ class Attached:
         new = partial(new_index, layout.length, where, rows=rows, keep_first=o.keep_first, window=o.window)
         if recorded:
             drawn = torch.rand((), device=where) < self.threshold.to(where)
-            self.tally += torch.stack([torch.ones_like(drawn), drawn]).to(self.tally.device)
+            self.tally.add_(torch.stack([torch.ones_like(drawn), drawn]).to(self.tally.device))
             return torch.where(drawn, new(None), torch.arange(rows * layout.length, device=where))
+        if o.static and self.threshold.device != where:  # the model was moved after attaching
+            self._settle(where)
         if seed is not None:
             return new(generator(seed, where))
         return torch.arange(rows * layout.length, device=where) if o.static else None
