@@ -31,6 +31,10 @@ class Draws:
     shuffled: int = 0
     past: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
 
+    def __getstate__(self) -> dict:
+        """A copy or pickle has no backward to come, so it need not remember."""
+        return vars(self) | {"past": deque(maxlen=MEMORY)}
+
     def seed(self, rate: float, per_rank: bool) -> int | None:
         """The permutation's seed where the coin says shuffle, else None; counted.
 
@@ -54,7 +58,7 @@ class Draws:
             self.shuffled += drawn
 
     def _recall(self, number: int, node: torch.autograd.graph.Node) -> int:
-        if any(number == known for *_, known in self.past):
+        if any(number == known for *_, known in reversed(self.past)):
             return number
         made = node._sequence_nr()
         if "checkpoint" in node.name().lower():

@@ -165,6 +165,21 @@ def test_copies_and_pickles_carry_their_own(case):
         assert all(vars(layer)["forward"].draws.shuffled == 1 for layer in layers)
 
 
+def test_a_static_copy_counts_for_itself():
+    model, x = Stack().train(), torch.randn(2, 11, 8)
+    handle = slws.attach_slws(model, 1.0, static=True, warmup_epochs=2)
+    handle.set_epoch(1)
+    model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        handle.set_epoch(2)
+        attached = vars(twin.layers[3])["forward"]
+        assert attached.current_rate == float(attached.threshold) == 0.5 and not attached.draws.past
+        calls, _ = attached.counts()
+        twin(x)
+        assert attached.counts()[0] == calls + 1
+        handle.set_epoch(1)
+
+
 def test_an_ema_copy_is_unaffected():
     from timm.utils import ModelEmaV3
 

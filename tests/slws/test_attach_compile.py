@@ -58,6 +58,17 @@ def test_static_compiles_whole_and_once():
     assert [s["calls"] for s in handle.stats().values()][1:] == [200] * 3
 
 
+def test_static_is_the_identity_where_the_coin_says_no():
+    model, x = Stack(), torch.randn(2, 11, 8)
+    plain = model(x)
+    handle = slws.attach_slws(model, 0.5, layers=["layers.2"], schedule="constant", static=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        same = sum(torch.equal(compiled(x), plain) for _ in range(100))
+    (stats,) = handle.stats().values()
+    assert stats["calls"] - stats["shuffled"] == same and 25 < same < 75
+
+
 def test_static_compiled_gradients_are_the_eager_ones(monkeypatch):
     """With one known permutation on both sides; through AOTAutograd, which differentiates the gathers."""
     index = torch.randperm(11)
