@@ -1,61 +1,15 @@
-"""What is specific to the `cpu` backend; parity at common shapes is in test_scan.py and test_conv1d.py."""
-
-import logging
+"""Numbers of the `cpu` backend where it is special; parity at common shapes is in test_scan.py and test_conv1d.py."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from cpu_cases import CASES, conv, conv_inputs, scan, scan_inputs
 
 import ssm_kernels
-from ssm_kernels import backend as registry
 from ssm_kernels import cpp
 from ssm_kernels.testing import assert_parity, poisoned_empties, run, textbook_conv, textbook_scan
 
 if "cpu" not in ssm_kernels.available_backends("selective_scan", "cpu"):
     pytest.skip(f"no C++ kernels here: {cpp._library()}", allow_module_level=True)
-
-
-def scan(**inputs):
-    return ssm_kernels.selective_scan(**inputs, backend="cpu")
-
-
-def conv(**inputs):
-    return ssm_kernels.causal_conv1d(**inputs, backend="cpu")
-
-
-def channel_last(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def scan_inputs(b=2, d=37, length=70, n=16, seed=0):
-    """As the mixer has them: channel-last memory, u and z slices of one projection, B and C of another."""
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
-    xz, bc = rand(b, length, 2 * d), rand(b, length, 5 + 2 * n)
-    inputs = {
-        "u": xz[..., :d].transpose(1, 2),
-        "delta": (0.5 * rand(b, length, d) - 1).transpose(1, 2),
-        "A": -torch.exp(0.5 * rand(d, n)),
-        "B": bc[..., 5 : 5 + n].transpose(1, 2),
-        "C": bc[..., 5 + n :].transpose(1, 2),
-        "D": rand(d),
-        "z": xz[..., d:].transpose(1, 2),
-        "delta_bias": rand(d) - 1,
-    }
-    return inputs, [rand(b, length, d).transpose(1, 2)]
-
-
-def conv_inputs(b=2, d=37, length=70, width=4, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
-    x = rand(b, length, 2 * d)[..., :d].transpose(1, 2)
-    return {"x": x, "weight": rand(d, width), "bias": rand(d)}, [rand(b, length, d).transpose(1, 2)]
-
-
-CASES = {
-    "scan": (scan, scan_inputs, {"delta_softplus": True}),
-    "conv": (conv, conv_inputs, {"activation": "silu"}),
-}
 
 
 @pytest.fixture
@@ -135,7 +89,7 @@ def test_parity_in_half_types(case, dtype):
 def test_long_sequences_with_long_memory():
     """6,084 tokens, a decay of 1e-3 per step: errors of exp would add up over a thousand steps."""
     inputs, grads = scan_inputs(b=1, d=3, length=6084, n=2)
-    inputs |= {"A": torch.full((3, 2), -1e-3), "delta": channel_last(0.5 + torch.rand(1, 3, 6084))}
+    inputs |= {"A": torch.full((3, 2), -1e-3), "delta": 0.5 + torch.rand(1, 3, 6084)}
     inputs |= {"delta_bias": None, "z": None}
     assert_parity(scan, textbook_scan, inputs, grads)
 
@@ -240,82 +194,3 @@ def test_extreme_values_stay_finite():
 def test_the_mixers_layout_is_not_copied(case):
     inputs, _ = CASES[case][1]()
     assert all(cpp.channel_last(x) is x for x in inputs.values() if x.ndim == 3)
-
-
-class Calls(TorchDispatchMode):
-    """The operators of this package that run in its block, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "ssm_kernels":
-            self.seen.append((func.name().removeprefix("ssm_kernels::"), args))
-        return func(*args, **kwargs or {})
-
-
-def test_states_are_kept_for_a_gradient_only():
-    inputs, _ = scan_inputs(d=3)
-    with Calls() as calls:
-        scan(**inputs)
-        inputs["A"].requires_grad_()
-        scan(**inputs)
-        with torch.no_grad():
-            scan(**inputs)
-    assert [(name, args[-1]) for name, args in calls.seen] == [("cpu_scan_forward", keep) for keep in (0, 1, 0)]
-
-
-def test_states_are_kept_per_chunk():
-    inputs, _ = scan_inputs(b=1, d=16, length=3200)
-    args = [inputs[k] for k in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
-    _, states = torch.ops.ssm_kernels.cpu_scan_forward(*args, True, False, False)
-    assert states.numel() == 0
-    _, states = torch.ops.ssm_kernels.cpu_scan_forward(*args, True, False, True)
-    assert 0 < states.numel() <= inputs["u"].numel()  # all states would be 16 times u
-
-
-def test_a_second_derivative_is_refused():
-    inputs, _ = scan_inputs(b=1, d=3, length=5)
-    u = inputs.pop("u").detach().requires_grad_()
-    (g,) = torch.autograd.grad(scan(u=u, **inputs).sum(), u, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        g.sum().backward()
-
-
-def test_operators_are_registered_as_torch_wants():
-    inputs, (dy,) = scan_inputs()
-    args = [inputs[k] for k in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
-    check = torch.library.opcheck
-    ops = torch.ops.ssm_kernels
-    check(ops.cpu_scan_forward.default, (*args, True, False, True))
-    _, states = ops.cpu_scan_forward(*args, True, False, True)
-    check(ops.cpu_scan_backward.default, (dy, states, *args, True, False))
-    check(ops.cpu_scan_backward.default, (dy, states, *args[:5], None, None, None, True, False))
-    inputs, (dy,) = conv_inputs()
-    check(ops.cpu_conv1d_forward.default, (*inputs.values(), True, False))
-    check(ops.cpu_conv1d_backward.default, (dy, *inputs.values(), True, False))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_compiles_without_graph_breaks(case):
-    fn, make, options = CASES[case]
-    inputs, grads = make()
-    wanted = run(fn, inputs, grads, **options)  # also makes the choice of backend, which cannot be traced
-    compiled = torch.compile(lambda **kw: fn(**kw, **options), backend="aot_eager", fullgraph=True)
-    found = run(compiled, inputs, grads)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_reference_takes_over_with_the_reason_in_the_log(monkeypatch, caplog):
-    def unavailable():
-        raise registry.Unavailable("no C++ compiler was found")
-
-    monkeypatch.setattr(cpp, "library", unavailable)
-    monkeypatch.setattr(registry, "_said", set())
-    caplog.set_level(logging.INFO, "ssm_kernels")
-    for name, package in (("selective_scan", "ssm_kernels.scan"), ("causal_conv1d", "ssm_kernels.conv1d")):
-        found = registry.Op(name, package).resolve(torch.zeros(1), None)
-        assert found.__module__ == f"{package}.reference"
-    wanted = "{} on cpu runs on reference (cpu: no C++ compiler was found)"
-    assert [r.getMessage() for r in caplog.records] == [wanted.format(n) for n in ("selective_scan", "causal_conv1d")]

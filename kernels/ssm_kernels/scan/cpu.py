@@ -2,7 +2,7 @@
 
 Fast where u, delta and z are (b, l, d) and B and C (b, l, n) in memory, transposed views or slices of wider rows;
 any other layout is copied first. Outputs and gradients have that layout. Forward keeps its inputs and, where a
-gradient is wanted, one state per chunk of 16 positions. For a given number of threads the results are bitwise
+gradient is wanted, one state per chunk of 32 positions. For a given number of threads the results are bitwise
 reproducible. The two operators can be called without autograd by a function that has its own.
 """
 

@@ -8,7 +8,7 @@
 namespace ssm {
 namespace {
 
-constexpr int64_t T = 32;  // positions per chunk
+constexpr int64_t T = 32;  // positions per chunk: 8 to 32 are equally fast, and long chunks keep fewer states
 #if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
 constexpr int64_t N = 8;  // states per tile: backward keeps two vectors of each in the 32 registers,
 #else
@@ -151,9 +151,10 @@ struct Backward : Task {
   Buffer dh, dA, dD, dbias;         // of all blocks of the part
 
   explicit Backward(const Scan& scan)
-      : Task(scan), slope(T * W), sigmoid_z(T * W), dy(T * W), through_input(T * W), through_gate(T * W), h((T + 1) * N * W),
-        gate(T * N * W), dB(T * stride * W), dC(T * stride * W), dh(per_part()), dA(per_part()), dD(per_part()),
-        dbias(per_part()) {}
+      : Task(scan),
+        slope(T * W), sigmoid_z(T * W), dy(T * W), through_input(T * W), through_gate(T * W),
+        h((T + 1) * N * W), gate(T * N * W), dB(T * stride * W), dC(T * stride * W),
+        dh(per_part()), dA(per_part()), dD(per_part()), dbias(per_part()) {}
 
   int64_t per_part() const { return (s.blocks() / s.parts + 1) * stride * W; }
 
