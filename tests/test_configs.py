@@ -1,5 +1,6 @@
 """Every configuration parses, builds its model, says where it comes from, and holds its recipe's numbers."""
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -32,6 +33,7 @@ RECIPES = {
 CHOSEN = {"vim_base", *(f"shufflemamba_{size}" for size in ("tiny", "small", "middle", "large"))}
 
 
+@functools.cache
 def read(name):
     return config.parse(["--config", str(FOLDER / f"{name}.yaml")])
 
