@@ -188,7 +188,7 @@ def test_figure_is_of_real_draws(tmp_path):
     shown, fresh = Image.open(ROOT / "docs/method.png"), Image.open(made)
     assert shown.size == fresh.size and (ROOT / "docs/method.png").stat().st_size < 200_000
     difference = np.abs(np.asarray(shown.convert("L"), float) - np.asarray(fresh.convert("L"), float))
-    assert difference.mean() < 8  # fonts differ between machines; another draw moves strands and tokens
+    assert difference.mean() < 1.5  # another font makes 0.7, another draw 3.4 and more
 
     image = figures.picture()
     rows = [np.concatenate(figures.patches(image)[i : i + 3], 1) for i in (0, 3, 6)]
