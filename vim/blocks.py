@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch.nn.functional as F
+from einops import rearrange
 from timm.layers import DropPath, to_2tuple
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ class PatchEmbed(nn.Module):
         return tuple(grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return rearrange(self.proj(x), "b d h w -> b (h w) d")
 
 
 class SwiGLU(nn.Module):

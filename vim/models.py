@@ -11,20 +11,21 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange
 from timm.layers import lecun_normal_, resample_abs_pos_embed, to_2tuple, trunc_normal_
 from timm.models import checkpoint
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from slws import linear_rates
 from ssm_kernels import inverse, permute_rows
 
 from .blocks import EPS, NORMS, Block, MLPBlock, PatchEmbed, norm_of_sum
+from .interface import TimmInterface
 from .mixer import Mixer
 from .tokens import Step, column_order, from_to, plan, prefix_positions, sequence_order
 
 
-class VisionMamba(nn.Module):
+class VisionMamba(TimmInterface):
     """Vision Mamba image classifier, images (b, in_chans, H, W) -> logits (b, num_classes).
 
     Args:
@@ -147,43 +148,6 @@ class VisionMamba(nn.Module):
         for layer in self.layers:
             layer.mixer.out_proj.weight /= math.sqrt(len(self.layers))
 
-    # What timm, its optimizers and its feature extractors ask of a model.
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay, beside biases and norms; the published code does decay A_log."""
-        names = {"pos_embed", "cls_token", "reg_token"}
-        for i, layer in enumerate(self.layers):
-            names |= {f"layers.{i}.mixer.{name}" for name in layer.mixer.no_weight_decay()}
-        return {n for n in names if not (self.init == "published" and n.endswith("_log"))}
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict:
-        return {
-            "stem": r"^cls_token|^reg_token|^pos_embed|^patch_embed",
-            "blocks": [(r"^layers\.(\d+)", None), (r"^norm_f", (99999,))],
-        }
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head for `num_classes` (0: none). The read-out itself is fixed at construction."""
-        if global_pool not in (None, self.pool, {"mean": "avg"}.get(self.pool)):
-            raise ValueError(f"global_pool {global_pool!r}: this model was built with pool={self.pool!r}")
-        self.num_classes = num_classes
-        weight = self.pos_embed
-        self.head = nn.Identity()
-        if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
-            trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
-
     def set_input_size(self, img_size=None, patch_size=None) -> None:
         """Change the image size the model is made for and resample its positions (bicubic)."""
         if patch_size is not None and tuple(to_2tuple(patch_size)) != self.patch_embed.patch_size:
@@ -197,8 +161,6 @@ class VisionMamba(nn.Module):
     def _positions(self, grid, old=None) -> Tensor:
         old = old or self.patch_embed.grid_size
         return resample_abs_pos_embed(self.pos_embed, list(grid), list(old), num_prefix_tokens=self.num_prefix_tokens)
-
-    # The forward pass.
 
     def _plan(self, grid: tuple[int, int], device) -> tuple[list[Step], Tensor | None]:
         """Every layer's step, its shuffle drawn now, and the column-major order where four directions need it."""
@@ -249,53 +211,13 @@ class VisionMamba(nn.Module):
         if self.pool == "mean":
             x = x[:, self.num_prefix_tokens :].mean(1)
         else:
-            x = self.norm_neck(self.neck(x[:, : self.num_prefix_tokens]).flatten(1))
+            tokens = self.neck(x[:, : self.num_prefix_tokens])
+            x = self.norm_neck(rearrange(tokens, "b n d -> b (n d)"))
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ):
-        """timm's feature extraction: (final tokens, [features after each block asked for]).
-
-        Features are those of the residual stream, x + residual. With `stop_early` the final tokens are those of the
-        last block that ran.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        taken, last = feature_take_indices(len(self.layers), indices)
-        x, grid = self._embed(x)
-        layers = last + 1 if stop_early else len(self.layers)
-        x, residual, stored, kept = self._through_layers(x, grid, layers, set(taken))
-        tokens = [self._final_norm(kept[i]) if norm else kept[i] for i in sorted(kept)]
-        prefix = [t[:, : self.num_prefix_tokens] for t in tokens]
-        features = [t[:, self.num_prefix_tokens :] for t in tokens]
-        if output_fmt == "NCHW":
-            features = [f.transpose(1, 2).reshape(len(f), -1, *grid) for f in features]
-        if return_prefix_tokens:
-            features = list(zip(features, prefix, strict=True))
-        return features if intermediates_only else (self._final_norm(x, residual, stored), features)
-
-    def prune_intermediate_layers(self, indices=1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
-        """Drop the layers after the last index and, where asked, the final norm and the head."""
-        taken, last = feature_take_indices(len(self.layers), indices)
-        self.layers = self.layers[: last + 1]
-        if prune_norm:
-            self.norm_f = nn.Identity()
-        if prune_head:
-            self.neck = self.norm_neck = nn.Identity()
-            self.reset_classifier(0)
-        return taken
 
 
 def _check_choices(norm, cls_position, pool, init) -> None:

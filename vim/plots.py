@@ -39,7 +39,8 @@ def curves(out: str | Path) -> Path | None:
                 axis.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 30 else None)
         axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
+        if axis.lines:
+            axis.legend(frameon=False)
     path = Path(out) / "curves.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -22,7 +22,7 @@ CASES = {
 
 
 def relative(found, wanted):
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12)).item()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,147 @@
+"""A killed run ends as the unbroken one: weights, average, optimizer and metrics bit for bit."""
+
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import tinyrun
+import torch
+
+import train
+from vim import checkpoint
+
+EVERYTHING_RANDOM = (
+    "--slws.rate=0.8",
+    "--model.drop_path=0.2",
+    "--data.repeats=2",
+    "--data.workers=1",
+    "--train.epochs=6",
+    "--train.save_every_steps=2",
+    "--train.accumulation=2",
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return tinyrun.image_tree(tmp_path_factory.mktemp("images"), train=80)
+
+
+def assert_same(a, b, where=""):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}.{i}")
+    else:
+        assert a == b, where
+
+
+def assert_same_runs(one, two):
+    assert (one / "metrics.jsonl").read_bytes() == (two / "metrics.jsonl").read_bytes()
+    for name in ("last.pt", "best.pt"):
+        a, b = checkpoint.read(one / name), checkpoint.read(two / name)
+        for state in (a, b):
+            state["config"].pop("out")
+        assert_same(a, b, name)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments(images, tmp_path):
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    start = time.monotonic()
+    tinyrun.run(*tinyrun.arguments(images, unbroken, *EVERYTHING_RANDOM))
+    whole = time.monotonic() - start
+
+    rng, kills, epochs = random.Random(0), 0, set()
+    command = tinyrun.command(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM))
+    while kills < 10:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tinyrun.environment())
+        for line in process.stdout:
+            assert "is finished" not in line, "the run ended before it was killed ten times"
+            if line.startswith("global batch"):
+                break
+        time.sleep(rng.uniform(0, whole / 20))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        kills += 1
+        if (killed / "last.pt").exists():
+            state = checkpoint.read(killed / "last.pt")["run"]
+            epochs.add((state["epoch"], state["batch"]))
+    assert len(epochs) > 1, "the kills hit nothing but the start"
+    tinyrun.run(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM))
+    assert_same_runs(unbroken, killed)
+    assert not list(killed.glob(".*.tmp")) or (killed / "last.pt").exists()
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["after best.pt", "after metrics.jsonl", "while writing last.pt", "in an epoch"])
+def test_every_moment_between_two_writes(images, tmp_path, monkeypatch, moment):
+    """The same in one process, with the kill at a chosen place of the third epoch."""
+    more = (
+        "--data.workers=0",
+        "--train.epochs=4",
+        "--slws.rate=0.8",
+        "--train.save_every_steps=3",
+        "--train.ema_decay=0.5",
+    )
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    train.main(tinyrun.arguments(images, unbroken, *more))
+
+    save, record, batches = checkpoint.save, train.Record.epoch, []
+
+    def dying_save(obj, path):
+        done = obj.get("run", {}).get("epoch", 0)
+        if moment == "while writing last.pt" and path.name == "last.pt" and done == 3:
+            path.with_name(".last.pt.1.tmp").write_bytes(b"half a file")
+            raise Killed
+        save(obj, path)
+        if moment == "after best.pt" and path.name == "best.pt" and obj["metrics"]["epoch"] >= 2:
+            raise Killed
+        if moment == "in an epoch" and obj.get("run", {}).get("batch") == 6 and done == 2:
+            raise Killed
+
+    def dying_record(self, row, speed):
+        record(self, row, speed)
+        if moment == "after metrics.jsonl" and row["epoch"] == 3:
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write('{"epoch": 4, "upd')
+            raise Killed
+
+    monkeypatch.setattr(checkpoint, "save", dying_save)
+    monkeypatch.setattr(train.Record, "epoch", dying_record)
+    if moment == "after best.pt":  # may not come again, if the first epoch's weights stay the best
+        monkeypatch.setattr("vim.run.Run.best", -1.0, raising=False)
+    try:
+        train.main(tinyrun.arguments(images, killed, *more))
+    except Killed:
+        batches.append(1)
+    monkeypatch.undo()
+    assert batches or moment == "after best.pt"
+    train.main(tinyrun.arguments(images, killed, *more))
+    assert_same_runs(unbroken, killed)
+
+
+def test_results_do_not_depend_on_workers(images, tmp_path):
+    more = ("--slws.rate=0.8", "--data.repeats=2", "--train.epochs=1")
+    train.main(tinyrun.arguments(images, tmp_path / "a", *more, "--data.workers=0"))
+    train.main(tinyrun.arguments(images, tmp_path / "b", *more, "--data.workers=2"))
+    a, b = (checkpoint.read(tmp_path / name / "last.pt") for name in "ab")
+    assert_same(a["model"], b["model"])
+
+
+def test_another_seed_is_another_run(images, tmp_path):
+    train.main(tinyrun.arguments(images, tmp_path / "a", "--train.epochs=1"))
+    train.main(tinyrun.arguments(images, tmp_path / "b", "--train.epochs=1", "--seed=1"))
+    a, b = (checkpoint.read(tmp_path / name / "last.pt")["model"]["head.weight"] for name in "ab")
+    assert not torch.equal(a, b)
