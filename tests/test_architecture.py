@@ -218,6 +218,7 @@ assert (files(), state()) == before, (files(), state())
 """
 
 
+@pytest.mark.slow
 def test_import_of_vim_has_no_side_effects(tmp_path):
     found = python(QUIET_IMPORT, tmp_path)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
