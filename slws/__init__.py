@@ -4,7 +4,8 @@ In training, layer l shuffles its tokens with probability rate * l / (depth - 1)
 output; at inference nothing happens.
 """
 
+from .attach import Handle, attach_slws, describe
 from .schedule import linear_rates
 from .shuffle import SLWS, permute
 
-__all__ = ["SLWS", "linear_rates", "permute"]
+__all__ = ["SLWS", "Handle", "attach_slws", "describe", "linear_rates", "permute"]

@@ -22,11 +22,27 @@ def permute(x: Tensor, index: Tensor, dim: int = 1) -> Tensor:
     """
     if x.shape[dim] != len(index):
         raise ValueError(f"permute: dimension {dim} of {tuple(x.shape)} is not of the index's length {len(index)}")
+    if torch.compiler.is_compiling():
+        return _TracedRows.apply(x, index, dim)
     if dim % x.ndim == 1:
         return ssm_kernels.permute_rows(index, x)
     if dim % x.ndim == 0:
         return ssm_kernels.permute_rows(index, x.unsqueeze(0)).squeeze(0)
     return ssm_kernels.permute_rows(index, x.movedim(dim, 1)).movedim(1, dim)
+
+
+class _TracedRows(torch.autograd.Function):
+    """The row copy for torch.compile, which cannot trace the choice of a backend."""
+
+    @staticmethod
+    def forward(ctx, x, index, dim):
+        ctx.save_for_backward(index)
+        ctx.dim = dim
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(ctx.dim, ssm_kernels.inverse(*ctx.saved_tensors)), None, None
 
 
 class SLWS(nn.Module):
@@ -44,7 +60,7 @@ class SLWS(nn.Module):
 
         The coin is thrown on the CPU, so nothing waits for the device. Always None in eval mode.
         """
-        if not self.training or torch.rand(()).item() >= self.rate:
+        if not self.training or torch.rand((), device="cpu").item() >= self.rate:
             return None
         return torch.randperm(length, device=device)
 

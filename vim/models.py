@@ -82,11 +82,10 @@ class VisionMamba(TimmInterface):
         _check_choices(norm, cls_position, pool, init)
         if num_registers and cls_position is not None:
             raise ValueError(f"num_registers={num_registers} needs cls_position=None, got {cls_position!r}")
-        if directions == 4 and slws_rate:
-            raise ValueError(
-                f"slws_rate={slws_rate} with directions=4: a shuffled sequence is no patch grid, so it cannot be "
-                "scanned column by column; set one of them to 0 or 2"
-            )
+        no_grid = "four directions scan a patch grid, which a shuffled sequence is not" if directions == 4 else None
+        if no_grid and slws_rate:
+            raise ValueError(f"slws_rate={slws_rate} with directions=4: {no_grid}; set slws_rate=0 or directions=2")
+        self.slws_refused = no_grid  # read by slws.attach_slws
         made = {"device": device, "dtype": dtype}
         self.patch_embed = PatchEmbed(img_size, patch_size, stride or patch_size, in_chans, embed_dim, **made)
         self.in_chans, self.num_classes, self.embed_dim = in_chans, num_classes, embed_dim

@@ -13,11 +13,13 @@ from timm.loss import SoftTargetCrossEntropy
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
+import slws
 from ssm_kernels import OPS, available_backends
 
 from .models import VisionMamba
 from .runtime import UserError, World
 from .schema import Config, DataConfig
+from .zoo import VARIANTS
 
 
 def build_model(config: Config, classes: int) -> nn.Module:
@@ -36,10 +38,13 @@ def build_model(config: Config, classes: int) -> nn.Module:
         arguments["drop_path_rate"] = model.drop_path
     if model.img_size is not None and getattr(get_pretrained_cfg(name), "fixed_input_size", False):
         arguments["img_size"] = to_2tuple(model.img_size)
-    if config.slws.rate:
+    ours = name in VARIANTS
+    if config.slws.rate and ours:
         arguments["slws_rate"] = config.slws.rate
     try:
         built = timm.create_model(name, **{**arguments, **model.kwargs})
+        if config.slws.rate and not ours:
+            slws.attach_slws(built, config.slws.rate)
         if model.grad_checkpointing:
             built.set_grad_checkpointing(True)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:

@@ -214,7 +214,7 @@ def test_an_empty_evaluation_is_an_error():
         ("--model.grad_checkpointing=true", "--slws.rate=0.9", "--optim.layer_decay=0.8"),
         ("--optim.opt=lion", "--optim.schedule=constant", "--train.eval_every=2", *tinyrun.PLAIN),
         ("--model.name=resnet10t", "--model.kwargs={}", "--model.img_size=32", "--train.epochs=1"),
-        ("--model.name=vit_tiny_patch16_224", "--model.kwargs={patch_size: 8, depth: 2}", "--train.epochs=1"),
+        ("--model.name=vit_tiny_patch16_224", "--model.kwargs={patch_size: 8, depth: 3}", "--slws.rate=0.9"),
     ],
 )
 def test_combinations_train(tmp_path, more, capsys):

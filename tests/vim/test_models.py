@@ -252,7 +252,7 @@ def test_published_initialisation_and_decay_set():
     model = tiny(init="published")
     mixer = model.layers[0].mixer
     assert torch.equal(mixer.dt_proj.bias, torch.zeros(64))
-    assert float(mixer.in_proj.weight.std()) == pytest.approx(0.02, rel=0.1)
+    assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     decayed = {n for n, p in model.named_parameters() if any(p is q for q in decayed_parameters(model))}
     ours = tiny()
     decayed_ours = {n for n, p in ours.named_parameters() if any(p is q for q in decayed_parameters(ours))}
@@ -374,3 +374,12 @@ def test_backends_can_be_chosen_around_a_model():
     with ssm_kernels.use_backend("reference"):
         reference = model(IMAGES)
     torch.testing.assert_close(model(IMAGES), reference, rtol=1e-4, atol=1e-5)
+
+
+def test_attach_slws_leaves_these_models_to_their_own_argument():
+    with pytest.raises(ValueError, match="four directions scan a patch grid"):
+        slws.attach_slws(tiny(directions=4), 0.5)
+    with pytest.raises(ValueError, match="already shuffles by itself"):
+        slws.attach_slws(tiny(slws_rate=0.5), 0.5)
+    with slws.attach_slws(tiny(), 0.5) as handle:
+        assert list(handle.rates.values()) == pytest.approx(slws.linear_rates(4, 0.5))
