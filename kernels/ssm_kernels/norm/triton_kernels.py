@@ -150,7 +150,12 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("ssm_kernels::add_norm", mutates_args=())
+@torch.library.custom_op(
+    "ssm_kernels::add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred, Tensor? index, "
+    "bool residual_in_fp32) -> (Tensor, Tensor, Tensor)",
+)
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -207,7 +212,12 @@ def _(x, residual, weight, bias, eps, centred, index, residual_in_fp32):
     return _results(x, centred, residual_in_fp32)
 
 
-@torch.library.custom_op("ssm_kernels::add_norm_backward", mutates_args=())
+@torch.library.custom_op(
+    "ssm_kernels::add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dnormed, Tensor? dout, Tensor out, Tensor stats, Tensor weight, bool has_bias, Tensor? index, "
+    "ScalarType x_dtype, ScalarType residual_dtype) -> (Tensor, Tensor, Tensor)",
+)
 def add_norm_backward(
     dnormed: Tensor,
     dout: Tensor | None,

@@ -110,7 +110,9 @@ def _launch(index: Tensor, tensors: Sequence[Tensor], outs: Sequence[Tensor], sc
         )
 
 
-@torch.library.custom_op("ssm_kernels::permute_rows", mutates_args=())
+@torch.library.custom_op(
+    "ssm_kernels::permute_rows", mutates_args=(), schema="(Tensor index, Tensor[] tensors, bool scatter) -> Tensor[]"
+)
 def permute_rows(index: Tensor, tensors: Sequence[Tensor], scatter: bool) -> list[Tensor]:
     """out[b, i] = x[b, index[i]], or out[b, index[i]] = x[b, i] where `scatter`, for each x (b, l, ...)."""
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
