@@ -19,7 +19,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +27,7 @@ BACKENDS = ("mamba_ssm", "triton", "cpu", "reference")
 ENV = "SSM_KERNELS_BACKEND"
 
 _log = logging.getLogger("ssm_kernels")
-_wanted: ContextVar[str | None] = ContextVar("ssm_kernels_backend", default=None)
+_wanted: list[str] = []  # of the whole process: a backward that recomputes on autograd's own threads must see it too
 _said: set[tuple[str, str]] = set()
 
 
@@ -53,11 +52,11 @@ def use_backend(name: str) -> Iterator[None]:
     An op without such a backend keeps its automatic choice. An op that has it but cannot run it here raises
     RuntimeError. Raises ValueError for an unknown name.
     """
-    token = _wanted.set(_check(name))
+    _wanted.append(_check(name))
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.pop()
 
 
 @dataclass
@@ -101,7 +100,7 @@ class Op:
 
         `size` is the number that a backend's SIZES limits. Inside torch.compile the choice is made while tracing.
         """
-        wanted = backend or _wanted.get() or os.environ.get(ENV)
+        wanted = backend or (_wanted[-1] if _wanted else None) or os.environ.get(ENV)
         key = (x.device, x.dtype, size, backend, wanted)
         self._choose(key)
         return self._chosen[key]

@@ -37,8 +37,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """
     with (
         _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # which turns gradients on, too
         torch.autocast(device.type, enabled=False),
     ):
         yield

@@ -58,6 +58,12 @@ def fetch(name: str, version: str, archive: Path) -> None:
         os.replace(Path(scratch) / archive.name, archive)
 
 
+def forget(*packages):
+    """Drop what was imported of these packages, so that the next import reads the path again."""
+    for name in [n for n in sys.modules if n.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
 def module(name: str, **members) -> ModuleType:
     made = ModuleType(name)
     made.__spec__ = importlib.util.spec_from_loader(name, loader=None)

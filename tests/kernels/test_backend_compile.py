@@ -1,5 +1,7 @@
 """Ops inside torch.compile(fullgraph=True): the choice of a backend must not break the graph, warm or cold."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -77,3 +79,16 @@ def test_a_compiled_function_follows_use_backend(cold, monkeypatch):
     with ssm_kernels.use_backend("triton"):
         assert torch.equal(compiled(x), x + 1)
     assert torch.equal(compiled(x), x[:, index])
+
+
+def test_use_backend_holds_on_every_thread():
+    """A backward that recomputes its forward runs on a thread of autograd's, outside the caller's context."""
+    x, index = torch.randn(2, 5, 3), torch.arange(5)
+    with ssm_kernels.use_backend("reference"), ThreadPoolExecutor(1) as other:
+        chosen = other.submit(OPS["permute_rows"].resolve, x, None).result()
+        assert chosen is OPS["permute_rows"].resolve(x, "reference")
+        with pytest.raises(ValueError, match="unknown kernel backend"), ssm_kernels.use_backend("fastest"):
+            pass
+        assert registry._wanted == ["reference"]
+    assert registry._wanted == []
+    assert torch.equal(ssm_kernels.permute_rows(index, x), x)

@@ -40,6 +40,9 @@ class _Driver:
     def get_current_stream(self, device):
         return 0
 
+    def get_benchmarker(self):
+        return None
+
 
 @contextmanager
 def target(name: str) -> Iterator[list]:
