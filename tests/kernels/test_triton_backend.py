@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ def test_the_cpu_is_for_the_interpreter_alone(backend):
     else:
         assert backend.DEVICES == ("cuda",)
         assert ("triton", "runs on cuda, not on cpu") in OPS["permute_rows"].explain(torch.device("cpu"))
+
+
+def test_the_guard_is_of_the_tensors_device():
+    far = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
+    assert isinstance(triton_support.current(far), torch.cuda.device) and triton_support.current(far).idx == 1
+    with triton_support.current(torch.zeros(1)):
+        pass
 
 
 @BACKENDS

@@ -2,6 +2,8 @@
 when a kernel is defined whether it is interpreted (TRITON_INTERPRET=1, then on the CPU) or compiled (on this GPU).
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,32 @@ def test_permute_is_one_launch_for_up_to_four_tensors(monkeypatch):
         kernel.launches = 0
         permute(index, *tensors[:count])
         assert kernel.launches == launches
+
+
+def test_every_launch_is_inside_the_device_guard(monkeypatch):
+    guarded = []
+
+    @contextmanager
+    def guard(x):
+        guarded.append(x.device)
+        yield
+        guarded.pop()
+
+    class Guarded(Counting):
+        def __getitem__(self, grid):
+            assert guarded == [torch.zeros(0).device]
+            return super().__getitem__(grid)
+
+    kernels = []
+    for module, names in ((permute_kernels, ["copy_rows"]), (norm_kernels, ["forward", "backward"])):
+        monkeypatch.setattr(module, "current", guard)
+        for name in names:
+            kernels.append(Guarded(getattr(module, name)))
+            monkeypatch.setattr(module, name, kernels[-1])
+    inputs, grads = norm_inputs()
+    run(add_norm, inputs, grads)
+    permute(inputs["index"], inputs["x"])
+    assert all(kernel.launches for kernel in kernels)
 
 
 def test_rows_beyond_32_bit_offsets():
