@@ -20,6 +20,8 @@ HALF = torch.float16 if triton_support.INTERPRETED else torch.bfloat16  # the in
 
 @pytest.fixture(autouse=True)
 def on_the_device():
+    """Seeded, on the device, and past the probes, which launch kernels too."""
+    assert all("triton" in ssm_kernels.available_backends(op, DEVICE) for op in ("permute_rows", "add_norm"))
     torch.manual_seed(0)
     with torch.device(DEVICE):
         yield
@@ -205,6 +207,17 @@ def test_add_norm_of_mixed_dtypes(fp32, residual):
     for name, exact in run(reference, inputs, grads, residual_in_fp32=fp32).items():
         assert found[name].dtype == exact.dtype, name
         torch.testing.assert_close(found[name], exact, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_add_norm_takes_statistics_of_what_it_stores(norm):
+    """As rounded for the next layer, so that backward, which reads it, differentiates what forward computed."""
+    inputs, _ = norm_inputs()
+    inputs |= {"x": inputs["x"].to(HALF), "residual": inputs["residual"].to(HALF)}
+    normed, out = add_norm(**inputs, norm=norm, residual_in_fp32=False)
+    double = {"weight": inputs["weight"].double(), "bias": inputs["bias"].double()}
+    exact, _ = textbook_add_norm(out.double(), None, **double, norm=norm)
+    torch.testing.assert_close(normed.double(), exact, rtol=0.52 * torch.finfo(HALF).eps, atol=1e-6)
 
 
 def test_add_norm_with_only_the_normed_rows_used():
