@@ -137,16 +137,17 @@ def test_every_launch_is_inside_the_device_guard(monkeypatch):
     assert all(kernel.launches for kernel in kernels)
 
 
-def test_rows_beyond_32_bit_offsets():
-    """2 GiB that nobody touches but for three rows, the last of them at 2^31 bytes; 32-bit offsets would wrap."""
-    far = torch.empty(2**31 + 64, dtype=torch.uint8).as_strided((1, 3, 8), (0, 2**30, 1))
-    far.copy_(torch.arange(24, dtype=torch.uint8).view(1, 3, 8))
-    index = torch.tensor([2, 0, 1])
-    assert torch.equal(permute(index, far), far[:, index])
-    x = torch.empty(2**30 + 64, dtype=torch.bfloat16).as_strided((1, 3, 8), (0, 2**29, 1))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_rows_beyond_32_bit_offsets(dtype):
+    """Memory that nobody touches but for three rows, the last at element 2^31, where 32-bit offsets would wrap."""
+    x = torch.empty(2**31 + 64, dtype=dtype).as_strided((1, 3, 8), (0, 2**30, 1))
     x.copy_(torch.arange(24).view(1, 3, 8))
-    # an element offset of 2^30 is 2^31 bytes: Triton's own pointer arithmetic is 64-bit, so this must hold too
-    assert torch.equal(add_norm(x=x, residual=None, weight=torch.ones(8), index=index)[1], x[:, index].float())
+    index = torch.tensor([2, 0, 1])
+    assert torch.equal(permute(index, x), x[:, index])
+    if dtype.is_floating_point:
+        for i in (index, None):
+            _, out = add_norm(x=x, residual=x, weight=torch.ones(8), index=i)
+            assert torch.equal(out, 2 * (x if i is None else x[:, i]).float())
 
 
 def test_permute_refuses_what_it_cannot_move():
