@@ -75,8 +75,8 @@ def test_the_narrowest_and_widest_tiles(name, width):
 
 
 def test_the_spill_check_sees_spills():
-    """The same kernel squeezed into one warp, where 8192 columns cannot stay in registers."""
+    """The same kernel squeezed into one warp, where 4096 columns cannot stay in registers."""
     with target("sm_80") as kernels, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_kernels, "shape", lambda width: {"ROWS": 1, "COLS": 8192, "num_warps": 1})
-        launch_norm(8192, torch.float32, "layer")
+        patch.setattr(norm_kernels, "shape", lambda width: {"ROWS": 1, "COLS": 4096, "num_warps": 1})
+        launch_norm(4096, torch.float32, "layer")
     assert resources(kernels[-1], "sm_80")["spilled"] > 0

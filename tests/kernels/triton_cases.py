@@ -144,6 +144,7 @@ def test_rows_beyond_32_bit_offsets(dtype):
     x.copy_(torch.arange(24).view(1, 3, 8))
     index = torch.tensor([2, 0, 1])
     assert torch.equal(permute(index, x), x[:, index])
+    assert torch.equal(permute_kernels.permute_rows(index, [x], True)[0][:, index], x)
     if dtype.is_floating_point:
         for i in (index, None):
             _, out = add_norm(x=x, residual=x, weight=torch.ones(8), index=i)
