@@ -46,5 +46,5 @@ def selective_scan(
                 f"selective_scan: {name} must be {shape} beside u {tuple(u.shape)} and A {tuple(A.shape)}, "
                 f"got {tuple(tensor.shape)}"
             )
-    run = _op.resolve(u, backend)
+    run = _op.resolve(u, backend, size=n)
     return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)
