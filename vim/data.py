@@ -15,6 +15,7 @@ from .runtime import UserError, World
 from .schema import Config, DataConfig
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+KINDS = ("torch", "hfds", "hfids", "tfds", "wds")
 
 
 @dataclass
@@ -85,6 +86,8 @@ def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
 
 
 def _named(config: DataConfig, split: str, training: bool, batch_size: int, mode: str, seed: int):
+    if config.dataset.partition("/")[0].lower() not in KINDS:  # timm would take data.root for a folder of images
+        raise UserError(f"data.dataset must begin with {'/, '.join(KINDS)}/, got {config.dataset!r}")
     try:
         return create_dataset(
             config.dataset,
@@ -119,18 +122,21 @@ def transforms(config: Config, size: tuple[int, int], channels: int, cfg: dict[s
     data = config.data
     mean, std = (_per_channel(given or cfg[key], channels) for key, given in (("mean", data.mean), ("std", data.std)))
     shared = {"input_size": (channels, *size), "mean": mean, "std": std}
-    train = create_transform(
-        **shared,
-        is_training=True,
-        scale=tuple(data.scale),
-        ratio=tuple(data.ratio),
-        hflip=data.hflip,
-        color_jitter=data.color_jitter or None,
-        auto_augment=data.auto_augment,
-        interpolation=data.interpolation,
-        re_prob=data.erase,
-        re_mode="pixel",
-    )
+    try:
+        train = create_transform(
+            **shared,
+            is_training=True,
+            scale=tuple(data.scale),
+            ratio=tuple(data.ratio),
+            hflip=data.hflip,
+            color_jitter=data.color_jitter or None,
+            auto_augment=data.auto_augment,
+            interpolation=data.interpolation,
+            re_prob=data.erase,
+            re_mode="pixel",
+        )
+    except (AssertionError, ValueError, KeyError, IndexError) as error:  # of timm's parser of policies
+        raise UserError(f"data.auto_augment: timm knows no policy {data.auto_augment!r} ({error})") from error
     how = {
         "crop_pct": data.crop_pct or cfg["crop_pct"],
         "interpolation": data.interpolation.replace("random", "bicubic"),
