@@ -23,7 +23,6 @@ from .schema import Config
 FREE_ON_RESUME = {"out", "data.root", "data.workers", "train.log_every", "train.save_every_steps", "train.device"}
 
 
-
 class _Strict(yaml.SafeLoader):
     """YAML in which a key given twice is an error: plain YAML silently keeps the last one."""
 
@@ -84,7 +83,7 @@ def _check_file(path: str) -> None:
         tab = " (indent with spaces, not tabs)" if "\\t" in (error.problem or "") else ""
         raise UserError(f"{path}, line {error.problem_mark.line + 1}: {error.problem}{tab}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: no YAML ({error})") from error
+        raise UserError(f"{path}: no YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
         raise UserError(f"{path}: holds {kind} at its top level, not keys such as model: and data:")
@@ -136,9 +135,9 @@ def _wanted(kind: Any) -> str:
 def _one_line(message: str) -> str:
     """jsonargparse's account of a bad value in one line that starts with the key."""
     keys = re.findall(r'Parser key "([\w.]+)"', message)
-    given = re.findall(r"(?s)(?:Given value|Got value): (.*?)\s*$", message)
+    given = re.search(r"(?s)Given value: (.*)", message) or re.search(r"(?s)Got value: (.*)", message)
     if keys and keys[-1] in TYPES and given:
-        return f"{keys[-1]} must be {_wanted(TYPES[keys[-1]])}, got {given[0]}"
+        return f"{keys[-1]} must be {_wanted(TYPES[keys[-1]])}, got {' '.join(given[1].split())}"
     message = re.sub(r"Group '([\w.]+)' does not accept option '([\w.]+)'", r"unknown key \1.\2", message)
     message = re.sub(r"Parser key \"([\w.]+)\":\s*", r"\1: ", message)
     return "; ".join([line.strip(" -") for line in message.splitlines() if line.strip(" -")][:3])
@@ -156,7 +155,8 @@ def build(made: ArgumentParser, namespace: Namespace) -> Config:
         if namespace[key] is None and type(None) not in get_args(kind):
             raise UserError(f"{key} must be {_wanted(kind)}, got null")
     try:
-        values = made.instantiate_classes(namespace).as_dict()
+        instantiate = getattr(made, "instantiate", None) or made.instantiate_classes  # the name before 4.49
+        values = instantiate(namespace).as_dict()
     except (TypeError, ValueError) as error:
         raise UserError(_one_line(str(error))) from error
     values = {k: v for k, v in values.items() if k in Config.__dataclass_fields__}
@@ -170,6 +170,8 @@ def dump(config: Config) -> str:
 
 def load(values: dict[str, Any], argv: list[str], prog: str) -> Config:
     """The configuration of a checkpoint with overrides from the command line."""
+    for key in flatten(values):
+        _check_key(key, "the configuration in the checkpoint: ")
     made = parser(prog)
     return build(made, _parse(made, argv, values))
 

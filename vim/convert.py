@@ -7,18 +7,21 @@ foreign file's family must be named by the user.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from .checkpoint import WeightsError, read_weights, strip_prefixes
+from .checkpoint import WeightsError, check_target, read_weights, save, strip_prefixes, unwrap
 from .models import VisionMamba
+from .runtime import UserError, exit_codes
 from .zoo import FAMILIES
 
 CLASS_IN_THE_MIDDLE = tuple(f for f, a in FAMILIES.items() if a["cls_position"] == "middle")
@@ -31,9 +34,9 @@ def convert_state_dict(state_dict: dict[str, Tensor], family: str, to: str = "na
     where the weights show another family than the one named.
     """
     if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
+        raise WeightsError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
     if to not in ("native", "official", family):
-        raise ValueError(f"to must be 'native', 'official' or {family!r}, got {to!r}")
+        raise WeightsError(f"to must be 'native', 'official' or {family!r}, got {to!r}")
     out = dict(state_dict)
     if to == "native":
         _check_family(out, family)
@@ -62,18 +65,25 @@ def _check_family(weights: dict[str, Tensor], family: str) -> None:
 
 
 def _registers_in(out: dict[str, Tensor]) -> dict[str, Tensor]:
+    _need(out, "cls_token", "pos_embed", "pos_embed_cls")
     out["reg_token"] = out.pop("cls_token")
     out["pos_embed"] = torch.cat([out.pop("pos_embed_cls"), out["pos_embed"]], 1)
     return out
 
 
 def _registers_out(out: dict[str, Tensor]) -> dict[str, Tensor]:
+    _need(out, "reg_token", "pos_embed")
     out["cls_token"] = out.pop("reg_token")
     registers = out["cls_token"].shape[1]
     out["pos_embed_cls"], out["pos_embed"] = out["pos_embed"].split(
         [registers, out["pos_embed"].shape[1] - registers], 1
     )
     return out
+
+
+def _need(weights: dict[str, Tensor], *names: str) -> None:
+    if missing := [name for name in names if name not in weights]:
+        raise WeightsError(f"these weights of family 'mambareg' lack {', '.join(missing)}")
 
 
 @dataclass
@@ -113,7 +123,7 @@ def load_weights(
     does not fit the model; FileNotFoundError for a missing file.
     """
     if isinstance(path_or_state_dict, dict):
-        source, weights, meta = "state dict", strip_prefixes(path_or_state_dict), {}
+        source, weights, meta = "state dict", strip_prefixes(unwrap(path_or_state_dict, use_ema)), {}
     else:
         source = str(path_or_state_dict)
         weights, meta = read_weights(path_or_state_dict, use_ema)
@@ -134,7 +144,8 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
         raise WeightsError(f"{source} says it is of family {known!r}, not {family!r}")
     if meta.get("layout") == "native" or family == "native":
         return dict(weights)
-    if family is None:
+    family = family or known
+    if not family:
         hint = getattr(model, "family", None)
         raise WeightsError(
             f"{source}: name the family of these weights (the families share names and shapes, so it cannot be told "
@@ -212,7 +223,8 @@ def _fit_head(model: nn.Module, weights, report: Report) -> None:
 def _load(model: nn.Module, weights, report: Report) -> None:
     own = model.state_dict()
     if not own.keys() & weights.keys():
-        raise WeightsError(f"{report.source}: no tensor matches the model's; e.g. {sorted(weights)[:3]}")
+        names = ", ".join(sorted(weights)[:3]) or "none"
+        raise WeightsError(f"{report.source}: no tensor matches the model's; its names: {names}")
     if unknown := sorted(weights.keys() - own.keys()):
         raise WeightsError(f"{report.source}: {len(unknown)} keys are not in the model: {', '.join(unknown[:5])}")
     fresh = {d.split(" ")[0] for d in report.dropped}
@@ -227,12 +239,27 @@ def _load(model: nn.Module, weights, report: Report) -> None:
     report.loaded, report.missing = len(weights), sorted(fresh & own.keys())
 
 
+def convert_file(source: str, out: str, family: str, to: str = "native", use_ema: bool = True) -> int:
+    """Write `source` in the other layout of `family` (`to`: "native" or "official") to `out`; how many tensors.
+
+    Raises ValueError for a file that is already in that layout or says that it is of another family.
+    """
+    weights, meta = read_weights(source, use_ema)
+    if meta.get("family") not in (None, "", family):
+        raise WeightsError(f"{source} says it is of family {meta['family']!r}, not {family!r}")
+    if (meta.get("layout") == "native") == (to == "native"):
+        raise WeightsError(f"{source} {'is' if to == 'native' else 'is not'} in this package's layout")
+    weights = {k: v.contiguous() for k, v in convert_state_dict(weights, family, to).items()}
+    about = {"format": "pt", "family": family, "layout": to}
+    if out.endswith(".safetensors"):
+        save_file(weights, out, metadata=about)
+    else:
+        save({"model": weights} if to == "official" else {**about, "model": weights}, out)
+    return len(weights)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """python -m vim.convert SRC --family FAMILY --out DST [--to FAMILY]."""
-    import argparse
-
-    from safetensors.torch import save_file
-
+    """python -m vim.convert SRC --family FAMILY --out DST, or --to FAMILY for the other way."""
     parser = argparse.ArgumentParser(prog="python -m vim.convert", description=main.__doc__)
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("--family", choices=list(FAMILIES), help="layout of a foreign SRC")
@@ -241,21 +268,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-ema", action="store_true", help="take the raw weights where SRC has both")
     args = parser.parse_args(argv)
     if (args.family is None) == (args.to is None):
-        parser.error("name one of --family (foreign -> ours) and --to (ours -> foreign)")
-    try:
-        weights, meta = read_weights(args.source, not args.no_ema)
-        family = args.family or args.to
-        weights = convert_state_dict(weights, family, "native" if args.family else "official")
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    weights = {k: v.contiguous() for k, v in weights.items()}
-    meta = {"format": "pt", "family": family, "layout": "native" if args.family else "official"}
-    if args.out.endswith(".safetensors"):
-        save_file(weights, args.out, metadata=meta)
-    else:
-        torch.save({"model": weights} if args.to else {**meta, "model": weights}, args.out)
-    sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
+        raise UserError("name one of --family (foreign -> ours) and --to (ours -> foreign)")
+    check_target(args.out)
+    layout = "native" if args.family else "official"
+    count = convert_file(args.source, args.out, args.family or args.to, layout, not args.no_ema)
+    sys.stdout.write(f"{args.out}: {count} tensors\n")
 
 
 if __name__ == "__main__":
-    main()
+    with exit_codes("python -m vim.convert"):
+        main()

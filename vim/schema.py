@@ -13,7 +13,8 @@ from .runtime import UserError
 def _at_least(low: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not low <= value < math.inf:
-            raise UserError(f"{name.replace('__', '.')} must be at least {low} and finite, got {value!r}")
+            wanted = f"at least {low}" if value < low else "finite"
+            raise UserError(f"{name.replace('__', '.')} must be {wanted}, got {value!r}")
 
 
 def _within(low: float, high: float, **values: float | None) -> None:
