@@ -127,6 +127,8 @@ def load_weights(
     else:
         source = str(path_or_state_dict)
         weights, meta = read_weights(path_or_state_dict, use_ema)
+    if family == "native":
+        meta = {**meta, "layout": "native"}
     report = Report(source)
     if isinstance(model, VisionMamba):
         weights = _to_native(weights, meta, family, model, source)
@@ -142,7 +144,7 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
     known = meta.get("family")
     if known and family not in (None, "native", known):
         raise WeightsError(f"{source} says it is of family {known!r}, not {family!r}")
-    if meta.get("layout") == "native" or family == "native":
+    if meta.get("layout") == "native":
         return dict(weights)
     family = family or known
     if not family:
@@ -177,12 +179,15 @@ def _fit_positions(model: VisionMamba, weights, meta, report: Report, resize_str
             f"{report.source} has positions of patch stride {stride} ({patches} patches), the model's stride is "
             f"{embed.stride[0]}: build the model with stride={stride}, or pass resize_stride=True to resample them"
         )
-    old = tuple(meta.get("grid") or ()) or (embed.grid_size if patches == embed.num_patches else None)
-    if old is None:
-        side = math.isqrt(patches)
-        if side * side != patches:
-            raise WeightsError(f"{report.source}: {patches} positions are no square grid, and no grid is recorded")
+    side, fits = math.isqrt(patches), patches == embed.num_patches
+    if meta.get("grid"):
+        old = tuple(meta["grid"])
+    elif fits and (meta.get("layout") == "native" or side * side != patches):
+        old = embed.grid_size
+    elif side * side == patches:  # published files are of square images, also where the model has as many patches
         old = (side, side)
+    else:
+        raise WeightsError(f"{report.source}: {patches} positions are no square grid, and no grid is recorded")
     if old != embed.grid_size:
         new = resample_abs_pos_embed(rows.float(), list(embed.grid_size), list(old), num_prefix_tokens=prefix)
         weights["pos_embed"] = new.to(rows.dtype)
