@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case):
 
 
 def test_the_family_must_be_known_and_fit():
-    with pytest.raises(ValueError, match="name the family of these weights.*vim, shufflemamba"):
+    with pytest.raises(ValueError, match=r"name the family of these weights.*vim, shufflemamba"):
         vim.load_weights(tiny(), official())
     with pytest.raises(ValueError, match="unknown family 'vmi'; choose from vim, shufflemamba"):
         vim.load_weights(tiny(), official(), family="vmi")
