@@ -1,8 +1,10 @@
 """Images and their order: exact, the same on any number of processes, and with errors that name the file."""
 
 import json
+import re
 import struct
 import tarfile
+import traceback
 
 import numpy as np
 import pytest
@@ -37,6 +39,16 @@ def equal(batches, others):
     return len(batches) == len(others) and all(
         torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(batches, others, strict=True)
     )
+
+
+def error_of(loader) -> str:
+    """What reading all of it ends with. Frees the loader processes now: a garbage collection waits 5 s for each."""
+    try:
+        list(loader)
+    except UserError as error:
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    return "no error"
 
 
 def test_missing_and_empty_folders_are_named(make_tree, tmp_path):
@@ -148,17 +160,16 @@ def broken(make_tree, tmp_path):
 def test_corrupt_images_are_named_or_skipped_and_counted(broken, workers):
     arguments = ["--data.root", broken, "--data.batch_size", 4, "--data.workers", workers]
     made = loaders(settings(*arguments))
-    with pytest.raises(UserError, match=r"^\S*broken/train/(x/1|y/2)\.png: cannot be read \(.*data\.skip_corrupt"):
-        list(made.start_epoch(0))
-    with pytest.raises(UserError, match=r"^\S*broken/val/y/0\.png: cannot be read") as caught:
-        list(made.val)
-    assert "\n" not in str(caught.value)
+    message = error_of(made.start_epoch(0))
+    assert re.fullmatch(r"\S*broken/train/(x/1|y/2)\.png: cannot be read \(.*\); data\.skip_corrupt skips .*", message)
+    message = error_of(made.val)
+    assert re.fullmatch(r"\S*broken/val/y/0\.png: cannot be read \(.*\); data\.skip_corrupt skips .*", message)
 
     made = loaders(settings(*arguments, "--data.skip_corrupt", "true"))
     batches = list(made.start_epoch(0))
     assert [len(images) for images, *_ in batches] == [4, 4] and sum(skipped for *_, skipped in batches) == 2
     batches = list(made.val)
-    assert [len(images) for images, *_ in batches] == [3, 2] or [len(i) for i, *_ in batches] == [4, 1]
+    assert [len(images) for images, *_ in batches] == [3, 2]
     assert sum(skipped for *_, skipped in batches) == 1
     assert torch.cat([targets for _, targets, _ in batches]).tolist() == [0, 0, 0, 1, 1]
 
