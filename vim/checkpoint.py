@@ -15,7 +15,15 @@ from torch import Tensor
 from .runtime import UserError
 
 FORMAT = "slws-vim/1"
-JSON_KEYS = ("grid", "stride", "num_classes", "classes", "config", "metrics")  # in safetensors, which holds strings
+JSON_KEYS = (
+    "grid",
+    "stride",
+    "num_classes",
+    "classes",
+    "config",
+    "metrics",
+    "cls_position",
+)  # in safetensors, which holds strings
 PREFIXES = ("module.", "_orig_mod.")
 
 

@@ -24,6 +24,7 @@ from .models import VisionMamba
 from .runtime import UserError, exit_codes
 from .zoo import FAMILIES
 
+TRAITS = ("cls_position", "merge")
 CLASS_IN_THE_MIDDLE = tuple(f for f, a in FAMILIES.items() if a["cls_position"] == "middle")
 
 
@@ -132,7 +133,7 @@ def load_weights(
     report = Report(source)
     if isinstance(model, VisionMamba):
         weights = _to_native(weights, meta, family, model, source)
-        _check_traits(model, meta.get("family") or family)
+        _check_traits(model, meta, meta.get("family") or family)
         _fit_positions(model, weights, meta, report, resize_stride)
     _fit_first_conv(model, weights, report)
     _fit_head(model, weights, report)
@@ -157,10 +158,17 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
     return convert_state_dict(weights, family)
 
 
-def _check_traits(model: VisionMamba, family: str | None) -> None:
+def family_traits(family: str | None) -> dict[str, str | None]:
+    """What no weight shows: where a family's class token sits and how it merges directions."""
     traits = FAMILIES.get(family, {})
-    for trait in ("cls_position", "merge"):
-        if trait in traits and getattr(model, trait) != traits[trait] and traits.get("directions") != 4:
+    return {} if traits.get("directions") == 4 else {t: traits[t] for t in TRAITS if t in traits}
+
+
+def _check_traits(model: VisionMamba, meta, family: str | None) -> None:
+    """The model's traits must be those that the file records, or else its family's."""
+    traits = family_traits(family) | {t: meta[t] for t in TRAITS if t in meta}
+    for trait in traits:
+        if getattr(model, trait) != traits[trait]:
             raise WeightsError(
                 f"weights of family {family!r} want {trait}={traits[trait]!r}, "
                 f"the model has {getattr(model, trait)!r}: use a {family}_* model or that argument"

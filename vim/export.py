@@ -44,6 +44,9 @@ def export(source: str | Path, fmt: str, out: str | Path, use_ema: bool = True) 
     else:
         if not meta.get("family"):
             raise UserError(f"{source}: model {meta.get('name')!r} belongs to no published family")
+        published = convert.family_traits(meta["family"])
+        if other := [t for t in published if meta.get(t, published[t]) != published[t]]:
+            raise UserError(f"{source}: {other[0]} {meta[other[0]]!r} is not that of the family {meta['family']}")
         weights = convert.convert_state_dict(weights, meta["family"], to="official")
         checkpoint.save({"model": weights}, out)
     return weights

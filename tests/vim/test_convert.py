@@ -1,6 +1,7 @@
 """Published weights into our models and back: names, row order, resizing, and every refusal."""
 
 import argparse
+import json
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import vim
-from vim import convert
+from vim import convert, export
 from vim.zoo import FAMILIES
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 7}
@@ -189,6 +190,19 @@ def test_the_family_must_be_known_and_fit():
         vim.convert_state_dict({"pos_embed_cls": torch.zeros(1, 4, 16)}, "mambareg")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pt: no such file"):
         vim.load_weights(tiny(), "nowhere.pt")
+
+
+def test_traits_that_a_file_records_win_over_its_family(tmp_path, run_main):
+    about = {"layout": "native", "family": "vim", "cls_position": json.dumps("first"), "merge": "sum", "name": "x"}
+    save_file(tiny("videomamba").state_dict(), tmp_path / "a.safetensors", about)
+    assert vim.load_weights(tiny("videomamba"), tmp_path / "a.safetensors").loaded == len(official())
+    for family, message in (("vim", "cls_position='first', the model has 'middle'"), ("shufflemamba", "merge='sum'")):
+        with pytest.raises(ValueError, match=message):
+            vim.load_weights(tiny(family), tmp_path / "a.safetensors")
+    argv = ("--checkpoint", tmp_path / "a.safetensors", "--format", "official", "--out", tmp_path / "b.pth")
+    done = run_main(export.main, *argv)
+    assert done.code == 2 and "cls_position 'first' is not that of the family vim" in done.err
+    assert not (tmp_path / "b.pth").exists()
 
 
 def test_pretrained_says_that_there_are_no_public_weights():
