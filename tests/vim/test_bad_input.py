@@ -1,13 +1,16 @@
 """Bad input to train.py: exit code 2, one line on stderr that names the thing, nothing written and nothing lost."""
 
+import gzip
 import os
 import shutil
+import struct
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
-from vim import checkpoint
+from vim import checkpoint, prepare
 
 
 def contents(folder):
@@ -159,6 +162,30 @@ def test_start_from_weights(finished, tiny_args, run_train, tmp_path):
     ):
         assert refused(run_train(*tiny_args, "--out", tmp_path / "b", *argv), words)
         assert not (tmp_path / "b").exists()
+
+
+def test_prepare_names_damaged_files(tmp_path, run_main):
+    source, out = tmp_path / "idx", tmp_path / "out"
+    source.mkdir()
+    images, labels = b"\0\0\x08\3" + struct.pack(">3i", 2, 2, 2) + bytes(range(8)), b"\0\0\x08\1\0\0\0\2\5\7"
+    for split in ("train", "t10k"):
+        (source / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (source / f"{split}-labels-idx1-ubyte").write_bytes(labels)
+    argv = ("idx", out, "--source", source)
+    for content, word in (
+        (gzip.compress(images)[:-9], "train-images-idx3-ubyte.gz is damaged"),
+        (gzip.compress(images[:-1]), "train-images-idx3-ubyte.gz is damaged"),
+        (gzip.compress(b"PNG and more"), "train-images-idx3-ubyte.gz is no IDX file of bytes"),
+    ):
+        (source / "train-images-idx3-ubyte.gz").write_bytes(content)
+        done = run_main(prepare.main, *argv)
+        assert done.code == 2 and word in done.err and done.err.count("\n") == 1
+        assert not out.exists()
+    (source / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    assert run_main(prepare.main, *argv).out == f"{out}: 4 images written\n"
+    with Image.open(out / "val" / "7" / "00001.png") as image:
+        assert image.tobytes() == bytes(range(4, 8))
+    assert "left alone" in run_main(prepare.main, *argv).out
 
 
 @pytest.mark.slow

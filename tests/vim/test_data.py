@@ -31,7 +31,10 @@ def loaders(cfg, world=None, classes=None, evaluation=False):
 
 def epoch(cfg, number=0, start=0, world=None):
     """[(images, classes)] of one epoch's batches."""
-    made = loaders(cfg, world)
+    return read(loaders(cfg, world), number, start)
+
+
+def read(made, number=0, start=0):
     return [(images, targets) for images, targets, _ in made.start_epoch(number, start)]
 
 
@@ -114,11 +117,11 @@ def test_two_processes_see_what_one_sees(tree):
 def test_an_epoch_may_start_at_any_batch(tree):
     cfg = settings("--data.root", tree, "--data.batch_size", 4, "--data.workers", 2, *STRONG)
     made = loaders(cfg)
-    whole = [(images, targets) for images, targets, _ in made.start_epoch(1)]
+    whole = read(made, 1)
     assert len(made.train) == len(whole) == 7  # the length stays the epoch's
-    rest = [(images, targets) for images, targets, _ in made.start_epoch(1, 5)]
+    rest = read(made, 1, 5)
     assert equal(rest, whole[5:])
-    assert equal([(i, t) for i, t, _ in made.start_epoch(1)], whole)
+    assert equal(read(made, 1), whole)
 
 
 def test_order_of_training_images():
@@ -138,10 +141,8 @@ def test_repeats_are_augmented_each_anew(tree):
 
 @pytest.mark.parametrize(("images", "batch", "size"), [(21, 4, 1), (21, 4, 2), (5, 8, 3), (1, 2, 4)])
 def test_evaluation_takes_every_image_once(images, batch, size):
-    ranks = [list(EvalBatches(images, batch, World(CPU, rank, size))) for rank in range(size)]
-    assert [len(batches) for batches in ranks] == [
-        len(EvalBatches(images, batch, World(CPU, r, size))) for r in range(size)
-    ]
+    ranks = [EvalBatches(images, batch, World(CPU, rank, size)) for rank in range(size)]
+    assert all(len(list(batches)) == len(batches) for batches in ranks)
     assert sorted(i for batches in ranks for part in batches for *_, i in part) == list(range(images))
 
 
@@ -223,14 +224,10 @@ def test_torchvision_folder_by_name(tree, broken):
     cfg = named("torch/image_folder", tree)
     assert data.check_sources(cfg) is None and data.count_classes(cfg) == 7
     made = loaders(cfg, classes=list("abcdefg"))
-    assert equal(epoch(settings("--data.root", tree, "--data.batch_size", 4, "--data.workers", 0)), list_of(made))
+    assert equal(epoch(settings("--data.root", tree, "--data.batch_size", 4, "--data.workers", 0)), read(made))
     made = loaders(named("torch/image_folder", broken), classes=["x", "y"])
     with pytest.raises(UserError, match=r"broken/train/(x/1|y/2)\.png: cannot be read"):
         list(made.start_epoch(0))
-
-
-def list_of(made):
-    return [(images, targets) for images, targets, _ in made.start_epoch(0)]
 
 
 def test_torchvision_folder_whose_classes_shift(make_tree, tmp_path):
@@ -253,7 +250,7 @@ def test_torchvision_set_by_name(tmp_path):
     assert targets.tolist() == [0, 1, 2, 3]
     mean, std = np.mean(CFG["mean"]), np.mean(CFG["std"])
     np.testing.assert_allclose(images[:, 0].numpy(), (pixels[:4] / 255 - mean) / std, atol=1e-5)
-    assert len(list_of(made)) == 3
+    assert len(read(made)) == 3
 
 
 def test_data_sets_that_are_not_there(tmp_path):
@@ -294,10 +291,10 @@ def test_streams(shards, workers):
         data.count_classes(cfg)
     made = loaders(cfg, classes=list("abcdefg"))
     assert sorted(torch.cat([t for _, t, _ in made.val]).tolist()) == sorted(list(range(7)) * 3)
-    whole = [(images, targets) for images, targets, _ in made.start_epoch(1)]
+    whole = read(made, 1)
     assert len(whole) == len(made.train) and all(len(images) == 4 for images, _ in whole)
-    assert not equal([(i, t) for i, t, _ in made.start_epoch(2)], whole)
+    assert not equal(read(made, 2), whole)
     torch.manual_seed(99)
     fresh = loaders(cfg, classes=list("abcdefg"))
-    assert equal([(i, t) for i, t, _ in fresh.start_epoch(1)], whole)
-    assert equal([(i, t) for i, t, _ in fresh.start_epoch(1, 3)], whole[3:])
+    assert equal(read(fresh, 1), whole)
+    assert equal(read(fresh, 1, 3), whole[3:])
