@@ -5,6 +5,7 @@ only adds a file. A backend module offers
 
     DEVICES: tuple[str, ...]         device types it runs on
     DTYPES: tuple[torch.dtype, ...]  dtypes of the first tensor it takes
+    SIZES: range, optional           sizes it takes, of what the op calls its size: states, window width, row width
     load(device) -> callable         the implementation, called once per device type; raises Unavailable(reason)
 
 and its callable takes what the op's public function takes, without `backend`.
@@ -18,7 +19,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,7 @@ BACKENDS = ("mamba_ssm", "triton", "cpu", "reference")
 ENV = "SSM_KERNELS_BACKEND"
 
 _log = logging.getLogger("ssm_kernels")
-_wanted: ContextVar[str | None] = ContextVar("ssm_kernels_backend", default=None)
+_wanted: list[str] = []  # of the whole process: a backward that recomputes on autograd's own threads must see it too
 _said: set[tuple[str, str]] = set()
 
 
@@ -52,11 +52,11 @@ def use_backend(name: str) -> Iterator[None]:
     An op without such a backend keeps its automatic choice. An op that has it but cannot run it here raises
     RuntimeError. Raises ValueError for an unknown name.
     """
-    token = _wanted.set(_check(name))
+    _wanted.append(_check(name))
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.pop()
 
 
 @dataclass
@@ -71,7 +71,9 @@ class Op:
     def has(self, backend: str) -> bool:
         return importlib.util.find_spec(f"{self.package}.{backend}") is not None
 
-    def load(self, backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Callable:
+    def load(
+        self, backend: str, device: torch.device, dtype: torch.dtype | None = None, size: int | None = None
+    ) -> Callable:
         """The backend's implementation; raises Unavailable with the reason."""
         if not self.has(backend):
             raise Unavailable(f"{self.name} has no {backend} backend")
@@ -80,6 +82,9 @@ class Op:
             raise _OtherDevice(f"runs on {', '.join(module.DEVICES)}, not on {device.type}")
         if dtype is not None and dtype not in module.DTYPES:
             raise Unavailable(f"does not take {dtype}")
+        sizes = getattr(module, "SIZES", None)
+        if size is not None and sizes is not None and size not in sizes:
+            raise Unavailable(f"takes sizes {sizes[0]} to {sizes[-1]}, not {size}")
         key = (backend, device.type)
         if key not in self._loaded:
             try:
@@ -90,32 +95,42 @@ class Op:
             raise self._loaded[key]
         return self._loaded[key]
 
-    def resolve(self, x: torch.Tensor, backend: str | None) -> Callable:
-        """The implementation for tensor `x`: the one asked for, else the fastest that runs, said once in the log."""
-        wanted = backend or _wanted.get() or os.environ.get(ENV)
-        key = (x.device.type, x.dtype, backend, wanted)
-        if key not in self._chosen:
-            self._chosen[key] = self._resolve(x, backend, wanted)
+    def resolve(self, x: torch.Tensor, backend: str | None, size: int | None = None) -> Callable:
+        """The implementation for tensor `x`: the one asked for, else the fastest that runs, said once in the log.
+
+        `size` is the number that a backend's SIZES limits. Inside torch.compile the choice is made while tracing.
+        """
+        wanted = backend or (_wanted[-1] if _wanted else None) or os.environ.get(ENV)
+        key = (x.device, x.dtype, size, backend, wanted)
+        self._choose(key)
         return self._chosen[key]
 
-    def _resolve(self, x: torch.Tensor, backend: str | None, wanted: str | None) -> Callable:
+    @torch.compiler.assume_constant_result  # run, not traced: no graph can hold the imports and probes of the search
+    def _choose(self, key: tuple) -> None:
+        if key not in self._chosen:
+            self._chosen[key] = self._resolve(*key)
+
+    def _resolve(
+        self, device: torch.device, dtype: torch.dtype, size: int | None, backend: str | None, wanted: str | None
+    ) -> Callable:
         if wanted and (backend or self.has(_check(wanted))):
             _check(wanted)
             try:
-                return self.load(wanted, x.device, x.dtype)
+                return self.load(wanted, device, dtype, size)
             except Unavailable as reason:
-                message = f"{self.name}: backend {wanted!r} was asked for but cannot run: {reason}"
-                raise RuntimeError(message) from reason
+                raise RuntimeError(
+                    f"{self.name}: backend {wanted!r} was asked for but cannot run: {reason}"
+                ) from reason
         reasons = []
         for name in filter(self.has, BACKENDS):
             try:
-                found = self.load(name, x.device, x.dtype)
+                found = self.load(name, device, dtype, size)
             except _OtherDevice:
                 continue
             except Unavailable as reason:
                 reasons.append(f"{name}: {reason}")
                 continue
-            self._say(name, x.device.type, reasons)
+            self._say(name, device.type, reasons)
             return found
         raise RuntimeError(f"{self.name}: no backend runs here ({'; '.join(reasons)})")
 
