@@ -33,7 +33,9 @@ COMPILE_LIMIT = 300.0  # seconds; also how long to wait for another process that
 
 _here = Path(__file__).parent
 _torch = Path(torch.__file__).parent
-_sources = (_here / "scan" / "scan.cpp", _here / "conv1d" / "conv1d.cpp")
+_sources = tuple(
+    _here / name for name in ("scan/scan.cpp", "conv1d/conv1d.cpp", "permute/permute.cpp", "norm/norm.cpp")
+)
 _headers = (_here / "vector.h",)
 
 
@@ -256,3 +258,17 @@ def split(batch: int, blocks: int, work: int, threads: int) -> tuple[int, int]:
         return -(-batch * parts // threads) * (-(-blocks // parts) + 0.5)
 
     return min(range(1, max(2, min(blocks, threads) + 1)), key=cost), threads
+
+
+def threads(work: int) -> int:
+    """How many threads for `work` numbers to move."""
+    return 1 if work < 2**15 else torch.get_num_threads()
+
+
+def permutation(index: Tensor, op: str) -> Tensor:
+    """`index` as the kernels take it. Raises ValueError where it leaves its range, which would reach foreign memory."""
+    index = index.long().contiguous()
+    wrong = library().permute_wrong(ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index)))
+    if wrong >= 0:
+        raise ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {index[wrong].item()} in it")
+    return index
