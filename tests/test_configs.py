@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vim import config, tasks
+from vim import checkpoint, config, tasks
 from vim.run import build_schedule, effective_lr
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -30,7 +30,27 @@ RECIPES = {
     "shufflemamba_base": (2048, 2e-3, 5e-6, (30, 5e-7), 0.1, M, 3.0, 0.5, 0.5, 0.9999, "bf16", 300, "82.6"),
     "shufflemamba_large": (2048, 2e-3, 5e-6, (30, 5e-7), 0.1, M, 3.0, 0.5, 0.5, 0.9999, "bf16", 300, None),
 }
+# The register recipe in three stages. Published for base: all but the first lr of the warm-up, the EMA of stages 2 and 3
+# and what of the augmentation its row leaves open; drop path of small and large is this project's choice.
+for _size, _drop, _top1 in (
+    ("small", (0.05, 0.15, 0.15), None),
+    ("base", (0.1, 0.4, 0.4), "83.1"),
+    ("large", (0.15, 0.5, 0.5), "83.6"),
+):
+    for _stage, (_images, _lr, _decay, _epochs) in enumerate(
+        ((1024, 1e-3, 0.05, 300), (1024, 4e-4, 0.05, 100), (512, 1e-5, 0.1, 20)), start=1
+    ):
+        _numbers = (_images, _lr, 1e-5, (5, 1e-6), _decay, D, None, _drop[_stage - 1], 0.1, 0.99996, "bf16", _epochs)
+        RECIPES[f"mambareg_{_size}_stage{_stage}"] = (*_numbers, _top1 if _stage == 3 else None)
 CHOSEN = {"vim_base", *(f"shufflemamba_{size}" for size in ("tiny", "small", "middle", "large"))}
+
+# auto_augment, colour jitter, label smoothing, random erasing, copies of an image, evaluation crop.
+AUGMENT = {
+    "vim": ("rand-m9-mstd0.5-inc1", 0, 0.1, 0.25, 3, 0.875),
+    "stage1": ("3a", 0.3, 0.0, 0.0, 3, 0.875),
+    "stage2": ("3a", 0.3, 0.0, 0.0, 3, 0.875),
+    "stage3": ("rand-m9-mstd0.5-inc1", 0, 0.1, 0.0, 1, 1.0),
+}
 
 
 def header(name):
@@ -96,16 +116,18 @@ def test_numbers_of_the_recipe(name):
     found += (optim.clip_grad, cfg.model.drop_path, cfg.slws.rate, cfg.train.ema_decay, cfg.train.precision)
     assert (*found, cfg.train.epochs) == wanted[:-1]
 
-    # All of these rows augment alike.
     data = cfg.data
-    assert (data.auto_augment, data.mixup, data.cutmix) == ("rand-m9-mstd0.5-inc1", 0.8, 1.0)
-    assert (data.smoothing, data.erase, data.repeats, data.crop_pct) == (0.1, 0.25, 3, 0.875)
+    augment = (data.auto_augment, data.color_jitter, data.smoothing, data.erase, data.repeats, data.crop_pct)
+    assert augment == AUGMENT.get(name.rsplit("_", 1)[1], AUGMENT["vim"])
+    assert (data.mixup, data.cutmix) == (0.8, 1.0)
     assert (data.scale, data.interpolation, data.hflip) == ([0.08, 1.0], "bicubic", 0.5)
     assert (optim.opt, optim.eps, optim.layer_decay) == ("adamw", 1e-8, None)
 
     top1 = wanted[-1]
     assert f"Expected top-1: {f'{top1} (published)' if top1 else 'not published'}" in header(name)
-    assert ("This project's choice" in header(name)) == (name in CHOSEN or name.endswith("_ft"))
+    assert ("This project's choice" in header(name)) == (
+        name in CHOSEN or name.endswith("_ft") or name.startswith("mambareg")
+    )
 
 
 def lrs(name, updates):
@@ -126,6 +148,39 @@ def test_fine_tuning_is_flat_and_starts_from_the_pretraining(size):
     assert lrs(f"vim_{size}_stride8_ft", 4) == pytest.approx([1e-5] * 121, rel=1e-12)
     train = read(f"vim_{size}_stride8_ft").train
     assert train.init_from == f"{read(f'vim_{size}').out}/best.pt" and train.init_resize_stride
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large"])
+def test_each_stage_of_the_register_recipe_starts_from_the_one_before(size):
+    stages = [read(f"mambareg_{size}_stage{number}") for number in (1, 2, 3)]
+    assert [cfg.train.init_from for cfg in stages] == [None, *(f"{cfg.out}/best.pt" for cfg in stages[:2])]
+    assert [cfg.model.img_size for cfg in stages] == [128, 224, 224]
+    assert {cfg.model.name for cfg in stages} == {f"mambareg_{size}_patch16_224"}
+    assert not any(cfg.train.init_family or cfg.train.init_resize_stride or cfg.model.kwargs for cfg in stages)
+
+
+def test_three_stages_on_a_few_images(tree, run_train, tmp_path):
+    """The base row's own files, with a model, images and a length for a test: 128 px become 32, 224 become 56."""
+    kwargs = "{embed_dim: 16, depth: 2, num_registers: 3, register_reduce: 2, patch_size: 8}"
+    small = ["--data.root", tree, "--data.batch_size", "4", "--data.workers", "0", "--train.epochs", "1"]
+    small += ["--train.accumulation", "1", "--optim.warmup_epochs", "0", "--model.kwargs", kwargs]
+    small += ["--train.device", "cpu", "--train.precision", "fp32"]
+    before, grids = None, []
+    for stage, size in ((1, 32), (2, 56), (3, 56)):
+        cfg = read(f"mambareg_base_stage{stage}")
+        out = tmp_path / cfg.out
+        start = ["--train.init_from", tmp_path / cfg.train.init_from] if before else []
+        file = FOLDER / f"mambareg_base_stage{stage}.yaml"
+        done = run_train("--config", file, *small, "--model.img_size", size, "--out", out, *start)
+        assert (done.code, done.err) == (0, ""), done.err
+        assert ("adapted: pos_embed 4x4 -> 7x7" in done.out) == (stage == 2)
+        found = checkpoint.read_weights(out / "best.pt")[0]
+        grids.append(found["pos_embed"].shape[1] - 3)
+        if before:  # an lr of 4e-4 or less moves no weight far in one epoch of 7 updates; a fresh start would be far
+            moved = max((found[k] - before[k]).abs().max() for k in found if k.endswith("in_proj.weight"))
+            assert 0 < moved < 0.005
+        before = found
+    assert grids == [16, 49, 49]
 
 
 def test_schedule_of_the_base_row():
