@@ -30,7 +30,7 @@ RECIPES = {
     "shufflemamba_base": (2048, 2e-3, 5e-6, (30, 5e-7), 0.1, M, 3.0, 0.5, 0.5, 0.9999, "bf16", 300, "82.6"),
     "shufflemamba_large": (2048, 2e-3, 5e-6, (30, 5e-7), 0.1, M, 3.0, 0.5, 0.5, 0.9999, "bf16", 300, None),
 }
-# The register recipe in three stages. Published for base: all but the first lr of the warm-up, the EMA of stages 2 and 3
+# The register recipe in three stages. Published for base: all but the first lr of the warm-up, the EMA of stages 2, 3
 # and what of the augmentation its row leaves open; drop path of small and large is this project's choice.
 for _size, _drop, _top1 in (
     ("small", (0.05, 0.15, 0.15), None),

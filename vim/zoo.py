@@ -9,10 +9,14 @@ networks, so the family of a checkpoint must be known (vim/convert.py).
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 
 from .models import VisionMamba
+from .runtime import UserError, log
 
 TINY, SMALL, BASE = ({"embed_dim": width, "depth": 24} for width in (192, 384, 768))
 MIDDLE, LARGE = {"embed_dim": 576, "depth": 32}, {"embed_dim": 1024, "depth": 48}
@@ -68,27 +72,96 @@ _CFG = {
     "classifier": "head",
     "license": "apache-2.0",
 }
-default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, _CFG))
+
+
+class Weights(NamedTuple):
+    """Where public weights lie on the Hugging Face hub. `note` says what this project knows of them at first hand."""
+
+    repository: str
+    file: str
+    revision: str = "main"
+    note: str = "not downloaded here"
+
+
+# Weights whose repository and file names are known for certain; a name without a row has no public weights known here.
+# All are the official layout of the name's family.
+PUBLIC = {
+    "vim_tiny_patch16_224": Weights("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth"),
+    "vim_small_patch16_224": Weights("hustvl/Vim-small-midclstok", "vim_s_midclstok_80p5acc.pth"),
+    "vim_base_patch16_224": Weights("hustvl/Vim-base-midclstok", "vim_b_midclstok_81p9acc.pth"),
+    "vim_tiny_patch16_stride8_224": Weights("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_ft_78p3acc.pth"),
+    "vim_small_patch16_stride8_224": Weights("hustvl/Vim-small-midclstok", "vim_s_midclstok_ft_81p6acc.pth"),
+    "videomamba_tiny_patch16_224": Weights("OpenGVLab/VideoMamba", "videomamba_t16_in1k_res224.pth"),
+    "videomamba_small_patch16_224": Weights("OpenGVLab/VideoMamba", "videomamba_s16_in1k_res224.pth"),
+    "videomamba_middle_patch16_224": Weights("OpenGVLab/VideoMamba", "videomamba_m16_in1k_res224.pth"),
+}
+EXPORTED = "model.safetensors"  # the weights in a folder or repository that python -m vim.export --format hf wrote
+
+
+def _cfg(name: str) -> dict:
+    """timm's configuration of a name, with the place of its weights where it has one."""
+    row = PUBLIC.get(name)
+    return (
+        _CFG if row is None else {**_CFG, "hf_hub_id": f"{row.repository}@{row.revision}", "hf_hub_filename": row.file}
+    )
+
+
+default_cfgs = generate_default_cfgs({name: _cfg(name) for name in VARIANTS})
+
+
+def _download(repository: str, file: str, cache_dir: str | None) -> str:
+    """The file from the hub or from its local cache, by huggingface_hub's own client, which honours HF_HUB_OFFLINE."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise UserError("pretrained=True needs huggingface_hub: pip install 'slws-vim[hf]'") from error
+    repository, _, revision = repository.partition("@")
+    try:
+        return hf_hub_download(repository, file, revision=revision or None, cache_dir=cache_dir)
+    except (HfHubHTTPError, OSError, ValueError) as error:  # its own errors derive from these
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise UserError(f"{repository}: {file} cannot be downloaded ({reason})") from error
+
+
+def _source(name: str, cfg: dict, cache_dir: str | None) -> str:
+    """The file of weights that timm's configuration of a model points at. Raises UserError where there is none."""
+    if cfg.get("file"):  # local-dir: names a folder, pretrained_cfg_overlay a folder or a file
+        path = Path(cfg["file"])
+        return str(path / EXPORTED if path.is_dir() else path)
+    if cfg.get("hf_hub_id"):
+        return _download(cfg["hf_hub_id"], cfg.get("hf_hub_filename") or EXPORTED, cache_dir)
+    raise UserError(
+        f"pretrained=True: no public weights of {name} are known; there are some of {', '.join(PUBLIC)}. "
+        f"Load a file with vim.load_weights(model, path, family={VARIANTS[name][0]!r})"
+    )
+
+
+def _load(model: VisionMamba, name: str, cfg: dict, cache_dir: str | None) -> None:
+    from .convert import load_weights  # which imports the families from here
+
+    log.info("%s", load_weights(model, _source(name, cfg, cache_dir), VARIANTS[name][0]))
 
 
 def _entry_point(name: str):
     family, arguments = VARIANTS[name]
 
     def create(pretrained: bool = False, **kwargs) -> VisionMamba:
-        if pretrained:
-            raise ValueError(
-                f"pretrained=True: no weights of {name} can be downloaded by name; load a file with "
-                f"vim.load_weights(model, path, family={family!r})"
-            )
-        model = build_model_with_cfg(
-            VisionMamba,
+        def build(**given) -> VisionMamba:
+            model = VisionMamba(**given)
+            model.family = family
+            if pretrained:  # here and not by timm, which knows no family; and before features_only drops layers
+                cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+                _load(model, name, cfg.to_dict(), kwargs.get("cache_dir"))
+            return model
+
+        return build_model_with_cfg(
+            build,
             name,
             False,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},
             **{**arguments, **kwargs},
         )
-        model.family = family
-        return model
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = __name__

@@ -38,7 +38,12 @@ CASES = {
     ("--model.num_classes", "3"): "model.num_classes is 3, the training data has 7 classes",
     ("--model.kwargs.patch_sise", "4"): "unexpected keyword argument 'patch_sise'",
     ("--model.kwargs.norm", "batch"): "norm must be one of 'rms', 'layer', got 'batch'",
-    ("--model.kwargs.pretrained", "true"): "no weights of vim_tiny_patch16_224 can be downloaded by name",
+    (
+        "--model.name",
+        "arm_base_patch16_224",
+        "--model.kwargs.pretrained",
+        "true",
+    ): "no public weights of arm_base_patch",
     ("--data.auto_augment", "zzz"): "data.auto_augment: timm knows no policy 'zzz'",
     ("--data.batch_size", "30"): "data.batch_size 30 x 1 processes is more than the 28 training images",
     ("--optim.opt", "adamv"): "optim.opt 'adamv'",
