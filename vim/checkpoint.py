@@ -6,10 +6,16 @@ import argparse
 import json
 import os
 import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .runtime import UserError
@@ -25,6 +31,7 @@ JSON_KEYS = (
     "cls_position",
 )  # in safetensors, which holds strings
 PREFIXES = ("module.", "_orig_mod.")
+CHECKSUM = "crc32"  # of all tensors, in the metadata of our safetensors files: the format itself has none
 
 
 class WeightsError(UserError):
@@ -44,18 +51,40 @@ def check_target(path: str | Path) -> None:
         raise UserError(f"{path} is a folder")
 
 
-def save(obj: Any, path: str | Path) -> None:
-    """torch.save under a temporary name, flushed to disk, then renamed over `path`."""
+@contextmanager
+def _replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary name beside `path`; what was written to it is flushed to disk and renamed over `path`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save(obj: Any, path: str | Path) -> None:
+    """torch.save under a temporary name, flushed to disk, then renamed over `path`."""
+    with _replacing(path) as temporary, open(temporary, "wb") as file:
+        torch.save(obj, file)
+
+
+def save_tensors(weights: dict[str, Tensor], path: str | Path, meta: dict[str, Any]) -> None:
+    """A safetensors file, replaced as `save` does. Metadata as it holds them: strings, JSON for JSON_KEYS."""
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    text = {k: json.dumps(v) if k in JSON_KEYS else str(v) for k, v in meta.items()}
+    with _replacing(path) as temporary:
+        save_file(weights, temporary, {"format": "pt", **text, CHECKSUM: _checksum(weights)})
+
+
+def _checksum(weights: dict[str, Tensor]) -> str:
+    value = 0
+    for name in sorted(weights):
+        tensor = weights[name].contiguous().reshape(-1)
+        value = zlib.crc32(tensor.view(torch.uint8).numpy(), zlib.crc32(f"{name}{tensor.dtype}".encode(), value))
+    return f"{value:08x}"
 
 
 def read(path: str | Path) -> Any:
@@ -66,14 +95,35 @@ def read(path: str | Path) -> Any:
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:
+        _check_records(path)
         with open(path, "rb"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except WeightsError:
+        raise
     except PermissionError as error:
         raise WeightsError(f"{path}: {error.strerror}") from error
     except Exception as error:  # torch raises many kinds for damaged and for hostile files
         if code := re.search(r"GLOBAL:? ([\w.]+)|global (\S+)", str(error)):
             raise WeightsError(f"{path}: holds code ({code[1] or code[2]}), which is not run; only tensors") from error
         raise WeightsError(f"{path}: is damaged or no torch file") from error
+
+
+def _check_records(path: str | Path) -> None:
+    """Raises where a record of a torch file does not match its checksum, which torch does not look at, or is packed.
+
+    torch packs none; a record larger than the file is there to fill the memory.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # the format before torch 1.6 is no zip file, and has no checksums
+            return
+        with zipfile.ZipFile(file) as records:
+            unpacked = sum(entry.file_size for entry in records.infolist())
+            if unpacked > os.path.getsize(path):
+                raise WeightsError(
+                    f"{path}: is packed, {unpacked} bytes in {os.path.getsize(path)}; torch packs nothing"
+                )
+            if bad := records.testzip():
+                raise WeightsError(f"{path}: is damaged ({bad} does not match its checksum)")
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
@@ -117,7 +167,7 @@ def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tens
         if not isinstance(found, dict):
             raise WeightsError(f"{path}: holds a {type(found).__name__}, not a dictionary of tensors")
         meta = dict(found.get("meta") or {}) if found.get("format") == FORMAT else {}
-        meta |= {k: found[k] for k in ("family", "layout") if isinstance(found.get(k), str)}
+        meta = _checked(meta | {k: found[k] for k in ("family", "layout") if isinstance(found.get(k), str)}, path)
         weights = unwrap(found, use_ema)
         if not weights:
             raise WeightsError(f"{path}: holds no weights; its keys: {', '.join(map(str, list(found)[:5])) or 'none'}")
@@ -126,9 +176,22 @@ def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tens
     return strip_prefixes(weights), meta
 
 
-def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors import safe_open
+def _checked(meta: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """`meta` where what the loader goes by has its type. Raises WeightsError for another."""
+    grid = meta.get("grid", [1, 1])
+    fits = {
+        "family": isinstance(meta.get("family", ""), str),
+        "layout": isinstance(meta.get("layout", ""), str),
+        "stride": isinstance(meta.get("stride", 1), int),
+        "config": isinstance(meta.get("config", {}), dict),
+        "grid": isinstance(grid, list) and len(grid) == 2 and all(isinstance(n, int) and n > 0 for n in grid),
+    }
+    if wrong := [key for key, fit in fits.items() if not fit]:
+        raise WeightsError(f"{path}: its metadata has {wrong[0]} {meta[wrong[0]]!r:.60}")
+    return meta
 
+
+def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:
@@ -138,7 +201,9 @@ def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, An
         meta = {k: json.loads(v) if k in JSON_KEYS else v for k, v in meta.items()}
     except Exception as error:
         raise WeightsError(f"{path}: is damaged or no safetensors file") from error
-    return weights, meta
+    if meta.pop(CHECKSUM, None) not in (None, _checksum(weights)):
+        raise WeightsError(f"{path}: is damaged (its tensors do not match their checksum)")
+    return weights, _checked(meta, path)
 
 
 def unwrap(found: dict, use_ema: bool) -> dict[str, Tensor]:

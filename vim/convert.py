@@ -8,18 +8,15 @@ foreign file's family must be named by the user.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed
-from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from .checkpoint import WeightsError, check_target, read_weights, save, strip_prefixes, unwrap
+from . import fit
+from .checkpoint import WeightsError, check_target, read_weights, save, save_tensors, strip_prefixes, unwrap
+from .fit import Report
 from .models import VisionMamba
 from .runtime import UserError, exit_codes
 from .zoo import FAMILIES
@@ -87,24 +84,6 @@ def _need(weights: dict[str, Tensor], *names: str) -> None:
         raise WeightsError(f"these weights of family 'mambareg' lack {', '.join(missing)}")
 
 
-@dataclass
-class Report:
-    """What `load_weights` did. `str(report)` is one line per kind of change."""
-
-    source: str
-    loaded: int = 0
-    adapted: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{self.source}: {self.loaded} tensors loaded"]
-        for name in ("adapted", "dropped", "missing"):
-            if found := getattr(self, name):
-                lines.append(f"  {name}: {', '.join(found)}")
-        return "\n".join(lines)
-
-
 def load_weights(
     model: nn.Module,
     path_or_state_dict: str | Path | dict[str, Tensor],
@@ -116,9 +95,9 @@ def load_weights(
 
     Files are read without executing anything in them. `family` names a foreign file's layout; ours carry it, and a bare
     native state dict takes `family="native"`. Where the model differs, positions are resampled (bicubic, prefix rows
-    kept), the first convolution is adapted to other channel counts and a head of another class count is left fresh;
-    the report names each. `use_ema` prefers averaged weights where the file has both. Positions are never resampled
-    across patch strides unless `resize_stride` says so.
+    kept), the first convolution is adapted to other channel counts, weights of two directions become four, the new ones
+    copies, and a head of another class count is left fresh; the report names each. `use_ema` prefers averaged weights
+    where the file has both. Positions are never resampled across patch strides unless `resize_stride` says so.
 
     Raises ValueError where nothing matches, a key stays unexplained, a shape does not fit, or the family is unknown or
     does not fit the model; FileNotFoundError for a missing file.
@@ -133,16 +112,20 @@ def load_weights(
     report = Report(source)
     if isinstance(model, VisionMamba):
         weights = _to_native(weights, meta, family, model, source)
-        _check_traits(model, meta, meta.get("family") or family)
-        _fit_positions(model, weights, meta, report, resize_stride)
-    _fit_first_conv(model, weights, report)
-    _fit_head(model, weights, report)
+        fit.pretraining(model, weights, report)
+        widened = fit.directions(model, weights, report)
+        _check_traits(model, meta, meta.get("family") or family, widened)
+        fit.positions(model, weights, meta, report, resize_stride)
+    fit.first_conv(model, weights, report)
+    fit.head(model, weights, report)
     _load(model, weights, report)
     return report
 
 
 def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
     known = meta.get("family")
+    if known and known not in FAMILIES:
+        raise WeightsError(f"{source} says it is of family {known!r}; there are {', '.join(FAMILIES)}")
     if known and family not in (None, "native", known):
         raise WeightsError(f"{source} says it is of family {known!r}, not {family!r}")
     if meta.get("layout") == "native":
@@ -161,76 +144,21 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
 def family_traits(family: str | None) -> dict[str, str | None]:
     """What no weight shows: where a family's class token sits and how it merges directions."""
     traits = FAMILIES.get(family, {})
-    return {} if traits.get("directions") == 4 else {t: traits[t] for t in TRAITS if t in traits}
+    return {t: traits[t] for t in TRAITS if t in traits}
 
 
-def _check_traits(model: VisionMamba, meta, family: str | None) -> None:
-    """The model's traits must be those that the file records, or else its family's."""
+def _check_traits(model: VisionMamba, meta, family: str | None, widened: bool) -> None:
+    """The model's traits must be those that the file records, or else its family's.
+
+    Two directions are summed in pretraining, the four made of them are averaged: `widened` weights may differ in that.
+    """
     traits = family_traits(family) | {t: meta[t] for t in TRAITS if t in meta}
-    for trait in traits:
+    for trait in (t for t in traits if not (widened and t == "merge")):
         if getattr(model, trait) != traits[trait]:
             raise WeightsError(
                 f"weights of family {family!r} want {trait}={traits[trait]!r}, "
                 f"the model has {getattr(model, trait)!r}: use a {family}_* model or that argument"
             )
-
-
-def _fit_positions(model: VisionMamba, weights, meta, report: Report, resize_stride: bool) -> None:
-    rows = weights.get("pos_embed")
-    if rows is None or rows.ndim != 3:
-        return
-    prefix, embed = model.num_prefix_tokens, model.patch_embed
-    patches = rows.shape[1] - prefix
-    stride = meta.get("stride") or _stride_of(patches, weights)
-    if stride and stride != embed.stride[0] and not resize_stride:
-        raise WeightsError(
-            f"{report.source} has positions of patch stride {stride} ({patches} patches), the model's stride is "
-            f"{embed.stride[0]}: build the model with stride={stride}, or pass resize_stride=True to resample them"
-        )
-    side, fits = math.isqrt(patches), patches == embed.num_patches
-    if meta.get("grid"):
-        old = tuple(meta["grid"])
-    elif fits and (meta.get("layout") == "native" or side * side != patches):
-        old = embed.grid_size
-    elif side * side == patches:  # published files are of square images, also where the model has as many patches
-        old = (side, side)
-    else:
-        raise WeightsError(f"{report.source}: {patches} positions are no square grid, and no grid is recorded")
-    if old != embed.grid_size:
-        new = resample_abs_pos_embed(rows.float(), list(embed.grid_size), list(old), num_prefix_tokens=prefix)
-        weights["pos_embed"] = new.to(rows.dtype)
-        report.adapted.append(f"pos_embed {old[0]}x{old[1]} -> {embed.grid_size[0]}x{embed.grid_size[1]}")
-
-
-def _stride_of(patches: int, weights) -> int | None:
-    """The stride that published files with 16-pixel patches were trained with: 27x27 positions at 224 mean 8."""
-    conv = weights.get("patch_embed.proj.weight")
-    if conv is None or conv.shape[-1] != 16:
-        return None
-    return 8 if patches == 27 * 27 else 16
-
-
-def _fit_first_conv(model: nn.Module, weights, report: Report) -> None:
-    name = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv", "patch_embed.proj")
-    wanted = model.state_dict().get(f"{name}.weight")
-    found = weights.get(f"{name}.weight")
-    if wanted is None or found is None or found.ndim != 4 or found.shape[1] == wanted.shape[1]:
-        return
-    if found.shape[1] != 3:
-        raise WeightsError(f"{report.source}: {name} takes {found.shape[1]} channels; only 3 can be adapted")
-    weights[f"{name}.weight"] = adapt_input_conv(wanted.shape[1], found)
-    report.adapted.append(f"{name} 3 -> {wanted.shape[1]} channels")
-
-
-def _fit_head(model: nn.Module, weights, report: Report) -> None:
-    name = (getattr(model, "pretrained_cfg", None) or {}).get("classifier", "head")
-    wanted, found = model.state_dict().get(f"{name}.weight"), weights.get(f"{name}.weight")
-    if found is None or (wanted is not None and wanted.shape[0] == found.shape[0]):
-        return
-    classes = 0 if wanted is None else wanted.shape[0]
-    for part in ("weight", "bias"):
-        if weights.pop(f"{name}.{part}", None) is not None:
-            report.dropped.append(f"{name}.{part} ({found.shape[0]} classes, the model has {classes})")
 
 
 def _load(model: nn.Module, weights, report: Report) -> None:
@@ -240,16 +168,17 @@ def _load(model: nn.Module, weights, report: Report) -> None:
         raise WeightsError(f"{report.source}: no tensor matches the model's; its names: {names}")
     if unknown := sorted(weights.keys() - own.keys()):
         raise WeightsError(f"{report.source}: {len(unknown)} keys are not in the model: {', '.join(unknown[:5])}")
-    fresh = {d.split(" ")[0] for d in report.dropped}
-    if missing := sorted(own.keys() - weights.keys() - fresh):
+    if missing := sorted(own.keys() - weights.keys() - report.fresh):
         raise WeightsError(f"{report.source}: lacks {len(missing)} tensors of the model: {', '.join(missing[:5])}")
     for name, tensor in weights.items():
+        if tensor.is_floating_point() != own[name].is_floating_point():
+            raise WeightsError(f"{report.source}: {name} is {tensor.dtype}, the model's is {own[name].dtype}")
         if tensor.shape != own[name].shape:
             raise WeightsError(
                 f"{report.source}: {name} is {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
             )
     model.load_state_dict(weights, strict=False)
-    report.loaded, report.missing = len(weights), sorted(fresh & own.keys())
+    report.loaded, report.missing = len(weights), sorted(report.fresh & own.keys() - weights.keys())
 
 
 def convert_file(source: str, out: str, family: str, to: str = "native", use_ema: bool = True) -> int:
@@ -265,7 +194,7 @@ def convert_file(source: str, out: str, family: str, to: str = "native", use_ema
     weights = {k: v.contiguous() for k, v in convert_state_dict(weights, family, to).items()}
     about = {"format": "pt", "family": family, "layout": to}
     if out.endswith(".safetensors"):
-        save_file(weights, out, metadata=about)
+        save_tensors(weights, out, about)
     else:
         save({"model": weights} if to == "official" else {**about, "model": weights}, out)
     return len(weights)

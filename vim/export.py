@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
@@ -22,12 +21,6 @@ FORMATS = ("safetensors", "hf", "official", "onnx", "pt2")
 GRAPHS = ("onnx", "pt2")
 PRIVATE = ("teacher.", "decoder.")  # of training alone
 NOT_BUILT = ("pretrained", "drop_rate", "drop_path_rate", "slws_rate", "attn_drop_rate", "proj_drop_rate")
-
-
-def _as_text(meta: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, str]:
-    """Metadata as safetensors holds it: strings, JSON where they are not."""
-    everything = {"format": "pt", **meta, "config": config, "metrics": metrics}
-    return {k: json.dumps(v) if k in checkpoint.JSON_KEYS else str(v) for k, v in everything.items()}
 
 
 def export(
@@ -50,10 +43,10 @@ def export(
     if not meta:
         raise UserError(f"{source} is no checkpoint of this package; python -m vim.convert takes published ones")
     weights = checkpoint.read_weights(source, use_ema)[0]
-    weights = {k: v.contiguous() for k, v in weights.items() if not k.startswith(PRIVATE)}
-    metrics = meta.pop("metrics", {})
+    weights = {k: v for k, v in weights.items() if not k.startswith(PRIVATE)}
+    everything = meta | {"config": config, "metrics": meta.pop("metrics", {})}
     if fmt == "safetensors":
-        save_file(weights, str(out), metadata=_as_text(meta, config, metrics))
+        checkpoint.save_tensors(weights, out, everything)
     elif fmt == "official":
         weights = _official(source, meta, weights)
         checkpoint.save({"model": weights}, out)
@@ -63,10 +56,11 @@ def export(
         cfg = configuration.load(config, [], "vim.export")
         if fmt == "hf":
             Path(out).mkdir(exist_ok=True)
-            save_file(weights, str(Path(out) / EXPORTED), metadata=_as_text(meta, config, metrics))
+            checkpoint.save_tensors(weights, Path(out) / EXPORTED, everything)
             (Path(out) / "config.json").write_text(json.dumps(_timm_config(cfg, meta, weights), indent=2) + "\n")
         else:
-            _graph(source, cfg, fmt, out, meta | {"metrics": metrics}, weights, dynamic_size)
+            meta |= {"metrics": everything["metrics"]}  # and not the configuration: it names places of this machine
+            _graph(source, cfg, fmt, out, meta, weights, dynamic_size)
     return weights
 
 

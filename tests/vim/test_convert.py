@@ -204,6 +204,79 @@ def test_traits_that_a_file_records_win_over_its_family(tmp_path, run_main):
     assert not (tmp_path / "b.pth").exists()
 
 
+@pytest.mark.parametrize("family", ["mambamlp", "arm"])
+def test_two_directions_become_four(family):
+    """The transposed pair starts as copies: on images that are their own transpose all four agree with the two."""
+    two = {"directions": 2, "merge": "sum"}
+    model, weights = tiny(family), official(family, **two)
+    for name in ("layers.0.mixer.conv1d.weight", "layers.1.mixer.A_log"):  # so that no two directions are alike
+        weights[name] = weights[name] + 0.3
+    report = vim.load_weights(model, weights, family=family)
+    assert report.adapted == ["mixers of 2 directions -> 4, the transposed pair as copies"]
+    assert report.loaded == len(model.state_dict()) and not report.missing
+    found = model.state_dict()
+    for i in (0, 1):
+        for name in ("conv1d{}.weight", "conv1d{}.bias", "x_proj{}.weight", "dt_proj{}.weight", "dt_proj{}.bias"):
+            for twin, source in (("", ""), ("_b", "_b"), ("_c", ""), ("_c_b", "_b")):
+                key = f"layers.{i}.mixer.{name}"
+                assert torch.equal(found[key.format(twin)], weights[key.format(source)]), key.format(twin)
+        for twin, source in (("A_c_log", "A_log"), ("A_c_b_log", "A_b_log"), ("D_c", "D"), ("D_c_b", "D_b")):
+            assert torch.equal(found[f"layers.{i}.mixer.{twin}"], weights[f"layers.{i}.mixer.{source}"]), twin
+
+    # Two summed directions, halved, are four averaged ones where rows and columns read the same.
+    pair = tiny(family, directions=2, merge="mean")
+    vim.load_weights(pair, weights, family=family)
+    for each in (model, pair):
+        grid = each.pos_embed.data[:, 1:].view(1, 4, 4, 16)
+        grid.copy_((grid + grid.transpose(1, 2)) / 2)
+        each.patch_embed.proj.weight.data.copy_(
+            (each.patch_embed.proj.weight + each.patch_embed.proj.weight.transpose(2, 3)) / 2
+        )
+    image = torch.rand(1, 3, 32, 32)
+    image = image + image.transpose(2, 3)
+    torch.testing.assert_close(model.eval()(image), pair.eval()(image))
+    incomplete = {k: v for k, v in weights.items() if k != "layers.0.mixer.D"}
+    with pytest.raises(ValueError, match=r"has layers\.0\.mixer\.D_b and no layers\.0\.mixer\.D"):
+        vim.load_weights(tiny(family), incomplete, family=family)
+
+
+def test_four_directions_do_not_become_two():
+    with pytest.raises(ValueError, match="keys are not in the model: "):
+        vim.load_weights(tiny("mambamlp", directions=2), official("mambamlp"), family="mambamlp")
+
+
+def test_masked_pretraining_starts_final_norm_and_head_afresh(tmp_path):
+    """`norm` of the pretraining encoder is not the `norm_f` of fine-tuning; nothing of it is dropped unsaid."""
+    encoder = official("mambamlp", directions=2, merge="sum", num_classes=0)
+    encoder = {k.replace("norm_f", "norm"): v + 0.1 for k, v in encoder.items()}
+    decoder = {"mask_token": torch.ones(1, 1, 8), "decoder_embed.weight": torch.ones(8, 16)}
+    torch.save({"model": encoder | decoder}, tmp_path / "pretrained.pth")
+    model = tiny("mambamlp", merge="mean")
+    fresh = {k: v.clone() for k, v in model.state_dict().items()}
+    report = vim.load_weights(model, tmp_path / "pretrained.pth", family="mambamlp")
+    kept = ["head.bias", "head.weight", "norm_f.bias", "norm_f.weight"]
+    assert report.missing == kept and all(torch.equal(model.state_dict()[k], fresh[k]) for k in kept)
+    dropped = {"norm.weight", "norm.bias", "mask_token", "decoder_embed.weight"}
+    assert {each.removesuffix(" (of pretraining)") for each in report.dropped} == dropped
+    assert torch.equal(model.layers[1].mlp.w1.weight, encoder["layers.1.mlp.w1.weight"])
+    with pytest.raises(ValueError, match="keys are not in the model: mask_token"):  # only beside pretraining's norm
+        vim.load_weights(tiny("mambamlp"), {**official("mambamlp"), "mask_token": torch.ones(1)}, family="mambamlp")
+
+
+def test_arm_keeps_its_class_token_in_the_middle():
+    native, foreign = tiny("arm").state_dict(), official("arm")
+    assert torch.equal(foreign["pos_embed"][:, 8], native["pos_embed"][:, 0])
+    with pytest.raises(ValueError, match="family 'arm' want cls_position='middle', the model has 'first'"):
+        vim.load_weights(tiny("mambamlp"), foreign, family="arm")
+    with pytest.raises(ValueError, match="family 'mambamlp' want cls_position='first', the model has 'middle'"):
+        vim.load_weights(tiny("arm"), official("mambamlp"), family="mambamlp")
+    # The published read-out: the mean of the patches before the class token and of those after, halved.
+    model = tiny("arm").eval()
+    features = model.forward_features(torch.rand(2, 3, 32, 32))
+    wanted = (features[:, 1:9].mean(1) + features[:, 9:].mean(1)) / 2
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), wanted)
+
+
 def test_command_both_ways(run_main, tmp_path):
     foreign, ours, back = (str(tmp_path / n) for n in ("a.pth", "ours.safetensors", "back.pth"))
     torch.save({"model": official("vim"), "args": argparse.Namespace(lr=1)}, foreign)
