@@ -265,10 +265,11 @@ def threads(work: int) -> int:
     return 1 if work < 2**15 else torch.get_num_threads()
 
 
-def permutation(index: Tensor, op: str) -> Tensor:
-    """`index` as the kernels take it. Raises ValueError where it leaves its range, which would reach foreign memory."""
-    index = index.long().contiguous()
-    wrong = library().permute_wrong(ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index)))
-    if wrong >= 0:
-        raise ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {index[wrong].item()} in it")
-    return index
+def positions(index: Tensor) -> Tensor:
+    """`index` as the kernels take it."""
+    return index if index.dtype == torch.int64 and index.is_contiguous() else index.long().contiguous()
+
+
+def wrong_index(op: str, index: Tensor, position: int) -> ValueError:
+    """The error for an index that leaves its range: following it would reach foreign memory."""
+    return ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {int(index[position])} in it")
