@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     args, overrides = options.parse_known_args(argv)
     if not args.checkpoint:
         raise UserError("--checkpoint FILE is missing")
+    for target in filter(None, (args.per_class, args.confusion)):
+        checkpoint.check_target(target)
 
     # The file says how it was trained; the command line may say otherwise.
     meta, trained = checkpoint.read_config(args.checkpoint)

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg = config.parse(argv, "train.py")
     out = Path(cfg.out)
     classes = data.check_sources(cfg)
-    saved = checkpoint.read(out / "last.pt") if (out / "last.pt").exists() else None
+    saved = checkpoint.read_run(out / "last.pt") if (out / "last.pt").exists() else None
     if saved is not None:
         config.check_resumable(cfg, saved["config"], out)
 

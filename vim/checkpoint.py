@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import Tensor
 from .runtime import UserError
 
 FORMAT = "slws-vim/1"
-JSON_KEYS = ("grid", "stride", "num_classes", "classes", "config", "metrics")  # in safetensors, which holds strings
+JSON_KEYS = (
+    "grid",
+    "stride",
+    "num_classes",
+    "classes",
+    "config",
+    "metrics",
+    "cls_position",
+)  # in safetensors, which holds strings
 PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -26,15 +35,27 @@ class MissingFile(WeightsError, FileNotFoundError):
     """A FileNotFoundError that commands report in one line."""
 
 
+def check_target(path: str | Path) -> None:
+    """Raises UserError where nothing can be written to `path`, before any work is done for it."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder")
+
+
 def save(obj: Any, path: str | Path) -> None:
     """torch.save under a temporary name, flushed to disk, then renamed over `path`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> Any:
@@ -45,25 +66,42 @@ def read(path: str | Path) -> Any:
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with open(path, "rb"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        raise WeightsError(f"{path}: {error.strerror}") from error
     except Exception as error:  # torch raises many kinds for damaged and for hostile files
-        raise WeightsError(f"{path}: cannot be read as weights ({_first_line(error)})") from error
+        if code := re.search(r"GLOBAL:? ([\w.]+)|global (\S+)", str(error)):
+            raise WeightsError(f"{path}: holds code ({code[1] or code[2]}), which is not run; only tensors") from error
+        raise WeightsError(f"{path}: is damaged or no torch file") from error
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+def read_run(path: str | Path) -> dict[str, Any]:
+    """A run's last.pt, to resume from. Raises WeightsError where it is damaged or another kind of file."""
+    hint = "; move it away or choose another --out"
+    try:
+        found = read(path)
+    except WeightsError as error:
+        raise WeightsError(f"{error}{hint}") from error
+    needed = {"format", "config", "model", "optimizer", "run"}
+    if not isinstance(found, dict) or found.get("format") != FORMAT or needed - found.keys():
+        raise WeightsError(f"{path}: is no checkpoint to resume from{hint}")
+    return found
 
 
 def read_config(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(metadata, configuration) of a checkpoint or an export of ours; two empty dictionaries for a foreign file."""
+    """(metadata, configuration) of a checkpoint or an export of ours; two empty dictionaries for a foreign file.
+
+    The metadata holds the metrics under their own key where the file has them.
+    """
     if str(path).endswith(".safetensors"):
         meta = _read_safetensors(path)[1]
         return meta, meta.pop("config", {})
     found = read(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return {}, {}
-    return dict(found.get("meta") or {}), dict(found.get("config") or {})
+    meta = dict(found.get("meta") or {}) | {k: found[k] for k in ("metrics",) if k in found}
+    return meta, dict(found.get("config") or {})
 
 
 def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -80,7 +118,9 @@ def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tens
             raise WeightsError(f"{path}: holds a {type(found).__name__}, not a dictionary of tensors")
         meta = dict(found.get("meta") or {}) if found.get("format") == FORMAT else {}
         meta |= {k: found[k] for k in ("family", "layout") if isinstance(found.get(k), str)}
-        weights = _unwrap(found, use_ema)
+        weights = unwrap(found, use_ema)
+        if not weights:
+            raise WeightsError(f"{path}: holds no weights; its keys: {', '.join(map(str, list(found)[:5])) or 'none'}")
     if not weights:
         raise WeightsError(f"{path}: holds no tensors")
     return strip_prefixes(weights), meta
@@ -97,17 +137,17 @@ def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, An
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         meta = {k: json.loads(v) if k in JSON_KEYS else v for k, v in meta.items()}
     except Exception as error:
-        raise WeightsError(f"{path}: cannot be read as safetensors ({_first_line(error)})") from error
+        raise WeightsError(f"{path}: is damaged or no safetensors file") from error
     return weights, meta
 
 
-def _unwrap(found: dict, use_ema: bool) -> dict[str, Tensor]:
+def unwrap(found: dict, use_ema: bool) -> dict[str, Tensor]:
     """The state dict inside a checkpoint, opened as often as it is wrapped."""
     averaged = ("ema", "model_ema", "state_dict_ema")
     raw = ("model", "state_dict")
     for key in (*averaged, *raw) if use_ema else (*raw, *averaged):
         if isinstance(found.get(key), dict) and found[key]:
-            return _unwrap(found[key], use_ema)
+            return unwrap(found[key], use_ema)
     return {k: v for k, v in found.items() if isinstance(v, Tensor)}
 
 

@@ -7,20 +7,24 @@ foreign file's family must be named by the user.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from .checkpoint import WeightsError, read_weights, strip_prefixes
+from .checkpoint import WeightsError, check_target, read_weights, save, strip_prefixes, unwrap
 from .models import VisionMamba
+from .runtime import UserError, exit_codes
 from .zoo import FAMILIES
 
+TRAITS = ("cls_position", "merge")
 CLASS_IN_THE_MIDDLE = tuple(f for f, a in FAMILIES.items() if a["cls_position"] == "middle")
 
 
@@ -31,9 +35,9 @@ def convert_state_dict(state_dict: dict[str, Tensor], family: str, to: str = "na
     where the weights show another family than the one named.
     """
     if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
+        raise WeightsError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
     if to not in ("native", "official", family):
-        raise ValueError(f"to must be 'native', 'official' or {family!r}, got {to!r}")
+        raise WeightsError(f"to must be 'native', 'official' or {family!r}, got {to!r}")
     out = dict(state_dict)
     if to == "native":
         _check_family(out, family)
@@ -62,18 +66,25 @@ def _check_family(weights: dict[str, Tensor], family: str) -> None:
 
 
 def _registers_in(out: dict[str, Tensor]) -> dict[str, Tensor]:
+    _need(out, "cls_token", "pos_embed", "pos_embed_cls")
     out["reg_token"] = out.pop("cls_token")
     out["pos_embed"] = torch.cat([out.pop("pos_embed_cls"), out["pos_embed"]], 1)
     return out
 
 
 def _registers_out(out: dict[str, Tensor]) -> dict[str, Tensor]:
+    _need(out, "reg_token", "pos_embed")
     out["cls_token"] = out.pop("reg_token")
     registers = out["cls_token"].shape[1]
     out["pos_embed_cls"], out["pos_embed"] = out["pos_embed"].split(
         [registers, out["pos_embed"].shape[1] - registers], 1
     )
     return out
+
+
+def _need(weights: dict[str, Tensor], *names: str) -> None:
+    if missing := [name for name in names if name not in weights]:
+        raise WeightsError(f"these weights of family 'mambareg' lack {', '.join(missing)}")
 
 
 @dataclass
@@ -113,14 +124,16 @@ def load_weights(
     does not fit the model; FileNotFoundError for a missing file.
     """
     if isinstance(path_or_state_dict, dict):
-        source, weights, meta = "state dict", strip_prefixes(path_or_state_dict), {}
+        source, weights, meta = "state dict", strip_prefixes(unwrap(path_or_state_dict, use_ema)), {}
     else:
         source = str(path_or_state_dict)
         weights, meta = read_weights(path_or_state_dict, use_ema)
+    if family == "native":
+        meta = {**meta, "layout": "native"}
     report = Report(source)
     if isinstance(model, VisionMamba):
         weights = _to_native(weights, meta, family, model, source)
-        _check_traits(model, meta.get("family") or family)
+        _check_traits(model, meta, meta.get("family") or family)
         _fit_positions(model, weights, meta, report, resize_stride)
     _fit_first_conv(model, weights, report)
     _fit_head(model, weights, report)
@@ -132,9 +145,10 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
     known = meta.get("family")
     if known and family not in (None, "native", known):
         raise WeightsError(f"{source} says it is of family {known!r}, not {family!r}")
-    if meta.get("layout") == "native" or family == "native":
+    if meta.get("layout") == "native":
         return dict(weights)
-    if family is None:
+    family = family or known
+    if not family:
         hint = getattr(model, "family", None)
         raise WeightsError(
             f"{source}: name the family of these weights (the families share names and shapes, so it cannot be told "
@@ -144,10 +158,17 @@ def _to_native(weights, meta, family, model, source) -> dict[str, Tensor]:
     return convert_state_dict(weights, family)
 
 
-def _check_traits(model: VisionMamba, family: str | None) -> None:
+def family_traits(family: str | None) -> dict[str, str | None]:
+    """What no weight shows: where a family's class token sits and how it merges directions."""
     traits = FAMILIES.get(family, {})
-    for trait in ("cls_position", "merge"):
-        if trait in traits and getattr(model, trait) != traits[trait] and traits.get("directions") != 4:
+    return {} if traits.get("directions") == 4 else {t: traits[t] for t in TRAITS if t in traits}
+
+
+def _check_traits(model: VisionMamba, meta, family: str | None) -> None:
+    """The model's traits must be those that the file records, or else its family's."""
+    traits = family_traits(family) | {t: meta[t] for t in TRAITS if t in meta}
+    for trait in traits:
+        if getattr(model, trait) != traits[trait]:
             raise WeightsError(
                 f"weights of family {family!r} want {trait}={traits[trait]!r}, "
                 f"the model has {getattr(model, trait)!r}: use a {family}_* model or that argument"
@@ -166,12 +187,15 @@ def _fit_positions(model: VisionMamba, weights, meta, report: Report, resize_str
             f"{report.source} has positions of patch stride {stride} ({patches} patches), the model's stride is "
             f"{embed.stride[0]}: build the model with stride={stride}, or pass resize_stride=True to resample them"
         )
-    old = tuple(meta.get("grid") or ()) or (embed.grid_size if patches == embed.num_patches else None)
-    if old is None:
-        side = math.isqrt(patches)
-        if side * side != patches:
-            raise WeightsError(f"{report.source}: {patches} positions are no square grid, and no grid is recorded")
+    side, fits = math.isqrt(patches), patches == embed.num_patches
+    if meta.get("grid"):
+        old = tuple(meta["grid"])
+    elif fits and (meta.get("layout") == "native" or side * side != patches):
+        old = embed.grid_size
+    elif side * side == patches:  # published files are of square images, also where the model has as many patches
         old = (side, side)
+    else:
+        raise WeightsError(f"{report.source}: {patches} positions are no square grid, and no grid is recorded")
     if old != embed.grid_size:
         new = resample_abs_pos_embed(rows.float(), list(embed.grid_size), list(old), num_prefix_tokens=prefix)
         weights["pos_embed"] = new.to(rows.dtype)
@@ -212,7 +236,8 @@ def _fit_head(model: nn.Module, weights, report: Report) -> None:
 def _load(model: nn.Module, weights, report: Report) -> None:
     own = model.state_dict()
     if not own.keys() & weights.keys():
-        raise WeightsError(f"{report.source}: no tensor matches the model's; e.g. {sorted(weights)[:3]}")
+        names = ", ".join(sorted(weights)[:3]) or "none"
+        raise WeightsError(f"{report.source}: no tensor matches the model's; its names: {names}")
     if unknown := sorted(weights.keys() - own.keys()):
         raise WeightsError(f"{report.source}: {len(unknown)} keys are not in the model: {', '.join(unknown[:5])}")
     fresh = {d.split(" ")[0] for d in report.dropped}
@@ -227,12 +252,27 @@ def _load(model: nn.Module, weights, report: Report) -> None:
     report.loaded, report.missing = len(weights), sorted(fresh & own.keys())
 
 
+def convert_file(source: str, out: str, family: str, to: str = "native", use_ema: bool = True) -> int:
+    """Write `source` in the other layout of `family` (`to`: "native" or "official") to `out`; how many tensors.
+
+    Raises ValueError for a file that is already in that layout or says that it is of another family.
+    """
+    weights, meta = read_weights(source, use_ema)
+    if meta.get("family") not in (None, "", family):
+        raise WeightsError(f"{source} says it is of family {meta['family']!r}, not {family!r}")
+    if (meta.get("layout") == "native") == (to == "native"):
+        raise WeightsError(f"{source} {'is' if to == 'native' else 'is not'} in this package's layout")
+    weights = {k: v.contiguous() for k, v in convert_state_dict(weights, family, to).items()}
+    about = {"format": "pt", "family": family, "layout": to}
+    if out.endswith(".safetensors"):
+        save_file(weights, out, metadata=about)
+    else:
+        save({"model": weights} if to == "official" else {**about, "model": weights}, out)
+    return len(weights)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """python -m vim.convert SRC --family FAMILY --out DST [--to FAMILY]."""
-    import argparse
-
-    from safetensors.torch import save_file
-
+    """python -m vim.convert SRC --family FAMILY --out DST, or --to FAMILY for the other way."""
     parser = argparse.ArgumentParser(prog="python -m vim.convert", description=main.__doc__)
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("--family", choices=list(FAMILIES), help="layout of a foreign SRC")
@@ -241,21 +281,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-ema", action="store_true", help="take the raw weights where SRC has both")
     args = parser.parse_args(argv)
     if (args.family is None) == (args.to is None):
-        parser.error("name one of --family (foreign -> ours) and --to (ours -> foreign)")
-    try:
-        weights, meta = read_weights(args.source, not args.no_ema)
-        family = args.family or args.to
-        weights = convert_state_dict(weights, family, "native" if args.family else "official")
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    weights = {k: v.contiguous() for k, v in weights.items()}
-    meta = {"format": "pt", "family": family, "layout": "native" if args.family else "official"}
-    if args.out.endswith(".safetensors"):
-        save_file(weights, args.out, metadata=meta)
-    else:
-        torch.save({"model": weights} if args.to else {**meta, "model": weights}, args.out)
-    sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
+        raise UserError("name one of --family (foreign -> ours) and --to (ours -> foreign)")
+    check_target(args.out)
+    layout = "native" if args.family else "official"
+    count = convert_file(args.source, args.out, args.family or args.to, layout, not args.no_ema)
+    sys.stdout.write(f"{args.out}: {count} tensors\n")
 
 
 if __name__ == "__main__":
-    main()
+    with exit_codes("python -m vim.convert"):
+        main()

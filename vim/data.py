@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from timm.data import create_dataset, create_transform
+from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from .images import EvalBatches, Images, TrainBatches, collate
-from .runtime import UserError, World
+from .runtime import UserError, World, derive_seed
 from .schema import Config, DataConfig
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+KINDS = ("torch", "hfds", "hfids", "tfds", "wds")
 
 
 @dataclass
 class Data:
     """What a task trains and evaluates on. `train` is None for an evaluation."""
 
-    train: DataLoader | None
+    train: DataLoader | Stream | None
     val: DataLoader
     classes: list[str]
     preprocess: dict[str, Any] = field(default_factory=dict)
 
-    def start_epoch(self, epoch: int, batch: int = 0) -> DataLoader:
+    def start_epoch(self, epoch: int, batch: int = 0) -> DataLoader | Stream:
         """The training loader, set to an epoch and its first batch."""
-        if isinstance(self.train.dataset, IterableDataset):
-            self.train.dataset.set_epoch(epoch)
-        else:
-            self.train.batch_sampler.epoch, self.train.batch_sampler.start = epoch, batch
+        order = self.train if isinstance(self.train, Stream) else self.train.batch_sampler
+        order.epoch, order.start = epoch, batch
         return self.train
 
 
@@ -85,6 +87,8 @@ def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
 
 
 def _named(config: DataConfig, split: str, training: bool, batch_size: int, mode: str, seed: int):
+    if config.dataset.partition("/")[0].lower() not in KINDS:  # timm would take data.root for a folder of images
+        raise UserError(f"data.dataset must begin with {'/, '.join(KINDS)}/, got {config.dataset!r}")
     try:
         return create_dataset(
             config.dataset,
@@ -119,18 +123,21 @@ def transforms(config: Config, size: tuple[int, int], channels: int, cfg: dict[s
     data = config.data
     mean, std = (_per_channel(given or cfg[key], channels) for key, given in (("mean", data.mean), ("std", data.std)))
     shared = {"input_size": (channels, *size), "mean": mean, "std": std}
-    train = create_transform(
-        **shared,
-        is_training=True,
-        scale=tuple(data.scale),
-        ratio=tuple(data.ratio),
-        hflip=data.hflip,
-        color_jitter=data.color_jitter or None,
-        auto_augment=data.auto_augment,
-        interpolation=data.interpolation,
-        re_prob=data.erase,
-        re_mode="pixel",
-    )
+    try:
+        train = create_transform(
+            **shared,
+            is_training=True,
+            scale=tuple(data.scale),
+            ratio=tuple(data.ratio),
+            hflip=data.hflip,
+            color_jitter=data.color_jitter or None,
+            auto_augment=data.auto_augment,
+            interpolation=data.interpolation,
+            re_prob=data.erase,
+            re_mode="pixel",
+        )
+    except (AssertionError, ValueError, KeyError, IndexError) as error:  # of timm's parser of policies
+        raise UserError(f"data.auto_augment: timm knows no policy {data.auto_augment!r} ({error})") from error
     how = {
         "crop_pct": data.crop_pct or cfg["crop_pct"],
         "interpolation": data.interpolation.replace("random", "bicubic"),
@@ -163,7 +170,7 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     val = source(data.val_split, False, eval_size)
     if isinstance(val, IterableDataset):
         val.transform = val_transform
-        val_loader = _stream(val, eval_size, data.workers)
+        val_loader = Stream(val, eval_size, data.workers, world, config.seed)
     else:
         images = Images(val, val_transform, mode, config.seed, data.skip_corrupt)
         val_loader = DataLoader(images, batch_sampler=EvalBatches(len(val), eval_size, world), **workers)
@@ -172,7 +179,8 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     train = source(data.train_split, True, data.batch_size)
     if isinstance(train, IterableDataset):
         train.transform = train_transform
-        return Data(_stream(train, data.batch_size, data.workers, True), val_loader, classes, how)
+        return Data(Stream(train, data.batch_size, data.workers, world, config.seed, True), val_loader, classes, how)
+    _check_same_classes(config, train, val)
     images = Images(train, train_transform, mode, config.seed, data.skip_corrupt, replace=True)
     batches = TrainBatches(len(train), data.batch_size, world, config.seed, data.repeats)
     if not len(batches):
@@ -182,12 +190,42 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     return Data(DataLoader(images, batch_sampler=batches, **workers), val_loader, classes, how)
 
 
-def _stream(dataset, batch_size: int, workers: int, training: bool = False) -> DataLoader:
-    """A loader over a streaming data set (wds/, tfds/, hfids/), which shuffles and deals out its samples itself."""
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        num_workers=workers,
-        drop_last=training,
-        collate_fn=lambda samples: (*default_collate(samples), 0),
-    )
+def _check_same_classes(config: Config, train, val) -> None:
+    """torch/image_folder numbers the classes of each split by itself: a class missing from one shifts the labels."""
+    names, others = (getattr(source, "class_to_idx", None) for source in (train, val))
+    if names and others and any(names.get(name) != number for name, number in others.items()):
+        raise UserError(
+            f"data.dataset: {config.data.dataset}: {config.data.val_split} numbers its classes unlike "
+            f"{config.data.train_split}; a folder in data.root without data.dataset may lack classes"
+        )
+
+
+class Stream:
+    """Batches of a streaming data set (wds/, tfds/, hfids/), which shuffles and deals out its samples itself.
+
+    What comes when depends on (seed, epoch, rank) and the number of loader processes. At least one of those is used,
+    started anew for every epoch, so no state is left over from the epoch before. A start in the middle of an epoch
+    reads the batches before it and drops them. Unreadable samples are skipped by the data set, uncounted.
+    """
+
+    def __init__(self, dataset, batch_size: int, workers: int, world: World, seed: int, training: bool = False):
+        self.dataset, self.world, self.seed = dataset, world, seed
+        self.epoch = self.start = 0
+        self.generator = Generator()
+        workers = max(1, workers)
+        dataset.set_loader_cfg(num_workers=workers)
+        arguments = {"num_workers": workers, "drop_last": training, "generator": self.generator}
+        arguments |= {"pin_memory": world.device.type == "cuda", "collate_fn": _collate_stream}
+        self.loader = DataLoader(dataset, batch_size, **arguments)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        self.dataset.set_epoch(self.epoch)
+        self.generator.manual_seed(derive_seed(self.seed, self.epoch, self.world.rank))
+        return islice(iter(self.loader), self.start, None)
+
+
+def _collate_stream(samples: list):
+    return (*default_collate(samples), 0)

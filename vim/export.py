@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from . import checkpoint, convert
@@ -30,24 +30,25 @@ def export(source: str | Path, fmt: str, out: str | Path, use_ema: bool = True) 
     "official": the published layout of the model's family, {"model": state dict} as a torch file.
     Raises UserError for files that are not ours and for formats this version does not write.
     """
+    if fmt not in ("safetensors", "official"):
+        raise UserError(f"--format {fmt} is not in this version; safetensors and official are")
+    checkpoint.check_target(out)
     meta, config = checkpoint.read_config(source)
     if not meta:
         raise UserError(f"{source} is no checkpoint of this package; python -m vim.convert takes published ones")
-    weights, meta = checkpoint.read_weights(source, use_ema)
-    meta.pop("config", None)
+    weights = checkpoint.read_weights(source, use_ema)[0]
     metrics = meta.pop("metrics", {})
     if fmt == "safetensors":
-        from safetensors.torch import save_file
-
         weights = {k: v.contiguous() for k, v in weights.items()}
         save_file(weights, str(out), metadata=_as_text(meta, config, metrics))
-    elif fmt == "official":
+    else:
         if not meta.get("family"):
             raise UserError(f"{source}: model {meta.get('name')!r} belongs to no published family")
+        published = convert.family_traits(meta["family"])
+        if other := [t for t in published if meta.get(t, published[t]) != published[t]]:
+            raise UserError(f"{source}: {other[0]} {meta[other[0]]!r} is not that of the family {meta['family']}")
         weights = convert.convert_state_dict(weights, meta["family"], to="official")
-        torch.save({"model": weights}, out)
-    else:
-        raise UserError(f"--format {fmt} is not in this version; safetensors and official are")
+        checkpoint.save({"model": weights}, out)
     return weights
 
 

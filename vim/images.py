@@ -45,6 +45,8 @@ class Images(Dataset):
     def _name(self, index: int) -> str:
         if isinstance(self.source, list):
             return self.source[index][0]
+        if samples := getattr(self.source, "samples", None):  # torchvision's folders
+            return samples[index][0]
         named = getattr(self.source, "filename", None)
         return named(index) if named else f"image {index}"
 

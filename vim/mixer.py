@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ssm_kernels import causal_conv1d, inverse, permute_rows, selective_scan
+from .mix import Direction, mix
 
 SUFFIXES = {1: ("",), 2: ("", "_b"), 4: ("", "_b", "_c", "_c_b")}
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4
@@ -76,27 +75,15 @@ class Mixer(nn.Module):
     def no_weight_decay(self) -> set[str]:
         return {name for s in self.suffixes for name in (_log_name(s), f"D{s}")}
 
-    def _scan(self, x: Tensor, suffix: str) -> Tensor:
-        """One direction on x (b, inner, l): convolution, data-dependent projections, scan."""
-        reverse = suffix.endswith("_b")
-        conv, x_proj, dt_proj = (getattr(self, f"{name}{suffix}") for name in ("conv1d", "x_proj", "dt_proj"))
-        x = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, "silu", reverse)
-        dt, B, C = x_proj(x.transpose(1, 2)).split([self.dt_rank, self.d_state, self.d_state], -1)
-        delta = F.linear(dt, dt_proj.weight).transpose(1, 2)
-        A = -torch.exp(getattr(self, _log_name(suffix)).float())
-        D = getattr(self, f"D{suffix}").float()
-        B, C = B.transpose(1, 2), C.transpose(1, 2)
-        return selective_scan(x, delta, A, B, C, D, None, dt_proj.bias.float(), delta_softplus=True, reverse=reverse)
+    def directions(self) -> list[Direction]:
+        """The parameters of each direction, in the order of `mix`."""
+        found = []
+        for suffix in self.suffixes:
+            conv, x_proj, dt_proj = (getattr(self, f"{name}{suffix}") for name in ("conv1d", "x_proj", "dt_proj"))
+            log_A, D = getattr(self, _log_name(suffix)), getattr(self, f"D{suffix}")
+            found.append(Direction(conv.weight, conv.bias, x_proj.weight, dt_proj.weight, dt_proj.bias, log_A, D))
+        return found
 
     def forward(self, x: Tensor, transposed: Tensor | None = None) -> Tensor:
         """x (b, l, dim); `transposed` (l,) int64 is the column-major token order, needed by four directions only."""
-        x, z = self.in_proj(x).transpose(1, 2).chunk(2, 1)
-        y = self._scan(x, "")
-        if len(self.suffixes) > 1:
-            y = y + self._scan(x, "_b")
-        if len(self.suffixes) > 2:
-            x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
-            columns = self._scan(x, "_c") + self._scan(x, "_c_b")
-            y = y + permute_rows(inverse(transposed), columns.transpose(1, 2)).transpose(1, 2)
-        y = y * F.silu(z)
-        return self.out_proj((y if self.scale == 1 else y * self.scale).transpose(1, 2))
+        return self.out_proj(mix(self.in_proj(x), self.directions(), transposed, self.scale))

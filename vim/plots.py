@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -68,11 +69,12 @@ def confusion(table: Tensor, classes: list[str], path: str | Path) -> Path | Non
 
 def per_class(table: Tensor, classes: list[str], path: str | Path) -> None:
     """CSV of class, images, top-1 in percent, and the class it is most often taken for."""
-    rows = ["class,images,top1,most_confused_with"]
+    rows = [("class", "images", "top1", "most_confused_with")]
     for index, counts in enumerate(table):
         images, right = int(counts.sum()), int(counts[index])
         others = counts.clone()
         others[index] = 0
         confused = classes[int(others.argmax())] if int(others.sum()) else ""
-        rows.append(f"{classes[index]},{images},{100 * right / images if images else float('nan'):.2f},{confused}")
-    Path(path).write_text("\n".join(rows) + "\n")
+        rows.append((classes[index], images, f"{100 * right / images:.2f}" if images else "nan", confused))
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)

@@ -12,6 +12,7 @@ import gzip
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,16 @@ def _idx(folder: Path, name: str) -> np.ndarray:
     """An IDX file, gzipped or not: magic 0 0 8 ndim, big-endian sizes, bytes."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.exists():
-            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            if raw[:3] != b"\0\0\x08":
-                raise UserError(f"{path} is no IDX file of bytes")
-            shape = np.frombuffer(raw, ">u4", raw[3], 4)
-            return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+            try:
+                raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+                if raw[:3] != b"\0\0\x08":
+                    raise UserError(f"{path} is no IDX file of bytes")
+                shape = np.frombuffer(raw, ">u4", raw[3], 4)
+                return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+            except UserError:
+                raise
+            except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
+                raise UserError(f"{path} is damaged ({error})") from error
     raise UserError(f"{folder} holds no {name} (or {name}.gz)")
 
 

@@ -73,6 +73,7 @@ class Run:
         """Plain tensors, numbers and containers, the same on all processes; all must call it together."""
         loss_sum, skipped = self.totals()
         counters = {name: getattr(self, name) for name in ("epoch", "batch", "updates", "best")}
+        counters["processes"] = self.world.size
         return {
             "model": self.model.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
@@ -82,13 +83,17 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError for the state of a run on another number of processes, whose batches were others."""
+        counters = dict(state["run"])
+        if (before := counters.pop("processes")) != self.world.size:
+            raise UserError(f"the run to resume had {before} process(es), this one has {self.world.size}")
         self.model.load_state_dict(state["model"])
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        for name, value in state["run"].items():
+        for name, value in counters.items():
             setattr(self, name, value)
         self.loss_sum = self.loss_sum.to(self.world.device)
         if not self.world.main:  # the saved sum and count are over all processes

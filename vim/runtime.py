@@ -20,6 +20,8 @@ from torch import Tensor
 
 log = logging.getLogger("vim")
 
+PATH_ERRORS = (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)  # of a path the user named
+
 
 class UserError(ValueError):
     """Something the user can set right; the message is one line that names it. The command ends with exit code 2."""
@@ -31,13 +33,13 @@ class NonFinite(RuntimeError):
 
 @contextlib.contextmanager
 def exit_codes(prog: str) -> Iterator[None]:
-    """One line on stderr from rank 0 instead of a traceback: exit code 2 for a UserError, 1 for NonFinite."""
+    """One line on stderr from rank 0 instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake."""
     try:
         yield
-    except (UserError, NonFinite) as error:
+    except (UserError, NonFinite, *PATH_ERRORS) as error:
         if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
             sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from error
+        raise SystemExit(1 if isinstance(error, NonFinite) else 2) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -87,6 +89,10 @@ def start(device: str = "auto", threads: int | None = None) -> World:
         raise UserError(f"train.device: {device!r} was asked for, but torch sees no CUDA device here")
     if threads:
         torch.set_num_threads(threads)
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"train.device: torch knows no device {device!r}") from error
     found = init_distributed_device_so(device)
     world = World(torch.device(found["device"]), found["global_rank"], found["world_size"])
     if world.device.type == "cuda":

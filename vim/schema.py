@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,13 +12,14 @@ from .runtime import UserError
 
 def _at_least(low: float, **values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not value >= low:
-            raise UserError(f"{name.replace('__', '.')} must be at least {low}, got {value!r}")
+        if value is not None and not low <= value < math.inf:
+            wanted = f"at least {low}" if value < low else "finite"
+            raise UserError(f"{name.replace('__', '.')} must be {wanted}, got {value!r}")
 
 
-def _within(low: float, high: float, **values: float) -> None:
+def _within(low: float, high: float, **values: float | None) -> None:
     for name, value in values.items():
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise UserError(f"{name.replace('__', '.')} must lie in [{low}, {high}], got {value!r}")
 
 
@@ -48,8 +51,11 @@ class ModelConfig:
         _within(0, 1, model__drop=self.drop, model__drop_path=self.drop_path)
         if self.in_chans not in (1, 3, 4):
             raise UserError(f"model.in_chans must be 1, 3 or 4, got {self.in_chans}")
+        _at_least(1, model__num_classes=self.num_classes)
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
+        for side in self.img_size if isinstance(self.img_size, list) else [self.img_size]:
+            _at_least(1, model__img_size=side)
 
 
 @dataclass
@@ -68,7 +74,7 @@ class DataConfig:
         ratio: aspect range of the random resized crop.
         hflip: probability of a horizontal flip.
         color_jitter: strength; ignored where a RandAugment policy is set, as in timm.
-        auto_augment: timm policy such as rand-m9-mstd0.5-inc1, or 3a for 3-Augment; null: none.
+        auto_augment: timm policy such as rand-m9-mstd0.5-inc1, or 3a for 3-Augment; null: none (as 4 channels need).
         interpolation: of the resizes, in training and evaluation.
         erase: probability of random erasing.
         mixup: alpha of Mixup, 0: off.
@@ -76,8 +82,8 @@ class DataConfig:
         smoothing: label smoothing.
         repeats: repeated augmentation, copies of each image per epoch (the epoch keeps its length); 1: off.
         crop_pct: share of the resized image kept in evaluation; null: the model's.
-        mean: of each channel; null: the model's.
-        std: of each channel; null: the model's.
+        mean: of each channel, or one for all; null: the model's.
+        std: of each channel, or one for all; null: the model's.
         skip_corrupt: replace unreadable training images and leave out unreadable evaluation images, and count them.
     """
 
@@ -109,6 +115,11 @@ class DataConfig:
         _at_least(1, data__repeats=self.repeats)
         _at_least(0, data__workers=self.workers, data__mixup=self.mixup, data__cutmix=self.cutmix)
         _within(0, 1, data__hflip=self.hflip, data__erase=self.erase, data__smoothing=self.smoothing)
+        _at_least(0, data__color_jitter=self.color_jitter)
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise UserError(f"data.crop_pct must be above 0 and at most 1, got {self.crop_pct}")
+        if self.std is not None and not all(0 < s < math.inf for s in self.std):
+            raise UserError(f"data.std must be above 0, got {self.std}")
         for name, pair in (("scale", self.scale), ("ratio", self.ratio)):
             if len(pair) != 2 or not 0 < pair[0] <= pair[1]:
                 raise UserError(f"data.{name} must be [low, high] with 0 < low <= high, got {pair}")
@@ -152,6 +163,8 @@ class OptimConfig:
         _at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
         _at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay)
         _at_least(1, optim__lr_batch=self.lr_batch)
+        _at_least(0, optim__eps=self.eps, optim__clip_grad=self.clip_grad)
+        _within(0, 1, optim__layer_decay=self.layer_decay)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")
 
@@ -198,8 +211,9 @@ class TrainConfig:
         _at_least(1, train__epochs=self.epochs, train__accumulation=self.accumulation)
         _at_least(1, train__eval_every=self.eval_every, train__log_every=self.log_every)
         _at_least(1, train__save_every_steps=self.save_every_steps, train__threads=self.threads)
-        if self.ema_decay is not None:
-            _within(0, 1, train__ema_decay=self.ema_decay)
+        _within(0, 1, train__ema_decay=self.ema_decay)
+        if not re.fullmatch(r"auto|[a-z]+(:\d+)?", self.device):
+            raise UserError(f"train.device must be auto, cpu, cuda, cuda:1, mps or the like, got {self.device!r}")
 
 
 @dataclass
@@ -240,3 +254,12 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     slws: SlwsConfig = field(default_factory=SlwsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+
+    def __post_init__(self):
+        _within(0, 2**62, seed=self.seed)
+        channels = self.model.in_chans
+        for name, values in (("mean", self.data.mean), ("std", self.data.std)):
+            if values is not None and len(values) not in (1, 3, channels):
+                raise UserError(f"data.{name} must have 1, 3 or model.in_chans ({channels}) numbers, got {values}")
+        if channels == 4 and self.data.auto_augment:
+            raise UserError(f"data.auto_augment {self.data.auto_augment!r} cannot treat 4 channels: set it to null")

@@ -63,6 +63,7 @@ def describe(model: nn.Module, config: Config, classes: list[str]) -> dict[str, 
     if isinstance(model, VisionMamba):
         embed = model.patch_embed
         meta |= {"family": getattr(model, "family", ""), "stride": embed.stride[0], "grid": list(embed.grid_size)}
+        meta |= {"cls_position": model.cls_position, "merge": model.merge}
     return meta
 
 

@@ -4,7 +4,7 @@ from .backend import OPS, Unavailable, available_backends, use_backend
 from .conv1d import causal_conv1d
 from .norm import add_norm
 from .permute import inverse, permute_rows
-from .scan import selective_scan
+from .scan import scan_again, scan_keeping, selective_scan
 
 __all__ = [
     "OPS",
@@ -14,6 +14,8 @@ __all__ = [
     "causal_conv1d",
     "inverse",
     "permute_rows",
+    "scan_again",
+    "scan_keeping",
     "selective_scan",
     "use_backend",
 ]

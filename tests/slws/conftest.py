@@ -1,3 +1,5 @@
+"""What the tests of slws share."""
+
 import pytest
 import torch
 

@@ -247,3 +247,11 @@ def test_require_kernels_refuses_the_reference(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train\.require_kernels: no fast selective scan on cpu"):
         train.main(tinyrun.arguments(images, tmp_path / "run", "--train.require_kernels=true"))
     assert not (tmp_path / "run").exists()
+
+
+def test_resuming_on_another_number_of_processes_is_refused():
+    run, _, _ = linear_run(2)
+    state = run.state_dict()
+    state["run"]["processes"] = 4
+    with pytest.raises(UserError, match=r"the run to resume had 4 process\(es\), this one has 1"):
+        run.load_state_dict(state)

@@ -30,5 +30,5 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d: bias must be ({x.shape[1]},), got {tuple(bias.shape)}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
-    run = _op.resolve(x, backend)
+    run = _op.resolve(x, backend, size=weight.shape[1])
     return run(x, weight, bias, activation, reverse)

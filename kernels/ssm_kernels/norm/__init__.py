@@ -30,8 +30,11 @@ def add_norm(
     if x.ndim != 3 or (residual is not None and residual.shape != x.shape):
         got = None if residual is None else tuple(residual.shape)
         raise ValueError(f"add_norm: x must be (b, l, d) and residual alike, got {tuple(x.shape)} and {got}")
-    length, width = x.shape[1:]
-    for name, tensor, size in (("weight", weight, width), ("bias", bias, width), ("index", index, length)):
+    for name, tensor, size in (
+        ("weight", weight, x.shape[2]),
+        ("bias", bias, x.shape[2]),
+        ("index", index, x.shape[1]),
+    ):
         if tensor is not None and tuple(tensor.shape) != (size,):
             raise ValueError(f"add_norm: {name} must be ({size},) beside x {tuple(x.shape)}, got {tuple(tensor.shape)}")
-    return _op.resolve(x, backend)(x, residual, weight, bias, eps, norm, index, residual_in_fp32)
+    return _op.resolve(x, backend, size=x.shape[2])(x, residual, weight, bias, eps, norm, index, residual_in_fp32)

@@ -128,15 +128,16 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd(ctx, dnormed, dout, _dstats):
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+    saved = ctx.saved_tensors  # read once: an activation checkpoint gives them out only once
     dx, dresidual, dparameters = torch.ops.ssm_kernels.cpu_add_norm_backward(
-        dnormed, dout, *ctx.saved_tensors, x_dtype, residual_dtype or x_dtype, bias_dtype is not None
+        dnormed, dout, *saved, x_dtype, residual_dtype or x_dtype, bias_dtype is not None
     )
     if residual_dtype is None:
         dresidual = None
     elif residual_dtype == x_dtype:
         dresidual = dx  # shared, as the backward of torch's own addition does
     dbias = None if bias_dtype is None else dparameters[1].to(bias_dtype)
-    return dx, dresidual, dparameters[0].to(ctx.saved_tensors[2].dtype), dbias, None, None, None, None
+    return dx, dresidual, dparameters[0].to(saved[2].dtype), dbias, None, None, None, None
 
 
 def _fake_forward(x, residual, weight, bias, eps, centred, index, residual_in_fp32):

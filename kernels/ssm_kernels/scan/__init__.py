@@ -28,6 +28,54 @@ def selective_scan(
     Same meaning as mamba_ssm's `selective_scan_fn`. Raises ValueError where shapes disagree, RuntimeError where an
     explicitly named `backend` cannot run.
     """
+    _check(u, delta, A, B, C, D, z, delta_bias)
+    run = _op.resolve(u, backend, size=A.shape[1])
+    return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)
+
+
+def scan_keeping(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(`selective_scan` without autograd, what `scan_again` can take up): for a caller with a backward of its own.
+
+    The second is None on a backend that keeps nothing.
+    """
+    run = _op.resolve(u, None, size=A.shape[1])
+    keep = getattr(run, "keep", None)
+    arguments = (u, delta, A, B, C, D, None, delta_bias, delta_softplus, reverse)
+    return keep(*arguments) if keep else (run(*arguments), None)
+
+
+def scan_again(
+    kept: Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """An output to differentiate, of the scan that `scan_keeping` ran on the same inputs. Its values are undefined.
+
+    Where nothing was kept the scan runs again.
+    """
+    run = _op.resolve(u, None, size=A.shape[1])
+    arguments = (u, delta, A, B, C, D, None, delta_bias, delta_softplus, reverse)
+    return run(*arguments) if kept is None else run.again(kept, *arguments)
+
+
+def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
     if u.ndim != 3 or A.ndim != 2:
         raise ValueError(f"selective_scan: u must be (b, d, l) and A (d, n), got {tuple(u.shape)} and {tuple(A.shape)}")
     (b, d, length), n = u.shape, A.shape[1]
@@ -46,5 +94,3 @@ def selective_scan(
                 f"selective_scan: {name} must be {shape} beside u {tuple(u.shape)} and A {tuple(A.shape)}, "
                 f"got {tuple(tensor.shape)}"
             )
-    run = _op.resolve(u, backend)
-    return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)

@@ -40,6 +40,19 @@ def selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)
     return _Scan.apply(*tensors, delta_softplus, reverse)
 
 
+def _keep(*arguments):
+    """(y, states) without autograd."""
+    return torch.ops.ssm_kernels.cpu_scan_forward(*arguments, True)
+
+
+def _again(states, *arguments):
+    """An output to differentiate, of a scan whose states were kept; its values are undefined."""
+    return _Again.apply(states, *arguments)
+
+
+selective_scan.keep, selective_scan.again = _keep, _again
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse):
@@ -55,6 +68,22 @@ class _Scan(torch.autograd.Function):
         states, *tensors = ctx.saved_tensors
         grads = iter(torch.ops.ssm_kernels.cpu_scan_backward(dy, states, *tensors, *ctx.options))
         return *(None if x is None else next(grads) for x in tensors), None, None
+
+
+class _Again(torch.autograd.Function):
+    """The backward of `_Scan` from states that an earlier forward kept."""
+
+    @staticmethod
+    def forward(ctx, states, *arguments):
+        *tensors, delta_softplus, reverse = arguments
+        ctx.save_for_backward(states, *tensors)
+        ctx.options = delta_softplus, reverse
+        return cpp.new_rows(tensors[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return None, *_Scan.backward(ctx, dy)
 
 
 class _Call(ctypes.Structure):

@@ -1,0 +1,242 @@
+"""Published weights into our models and back: names, row order, resizing, and every refusal."""
+
+import argparse
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import vim
+from vim import convert, export
+from vim.zoo import FAMILIES
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 7}
+EXTRA = {"mambareg": {"num_registers": 4, "register_reduce": 2}}
+
+
+def tiny(family="shufflemamba", **changed):
+    torch.manual_seed(0)
+    return vim.VisionMamba(**{**TINY, **FAMILIES[family], **EXTRA.get(family, {}), **changed})
+
+
+def official(family="shufflemamba", **changed):
+    return vim.convert_state_dict(tiny(family, **changed).state_dict(), family, to="official")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def resized(rows, old, new, prefix=1):
+    """Prefix rows as they are, the others interpolated as an image."""
+    grid = rows[:, prefix:].reshape(1, *old, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, new, mode="bicubic", antialias=True)
+    return torch.cat([rows[:, :prefix], grid.flatten(2).transpose(1, 2)], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bit_identical(family):
+    native = tiny(family).state_dict()
+    foreign = vim.convert_state_dict(native, family, to="official")
+    assert same(vim.convert_state_dict(foreign, family), native)
+    assert same(vim.convert_state_dict(vim.convert_state_dict(foreign, family), family, to=family), foreign)
+    model = tiny(family)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    report = vim.load_weights(model, foreign, family=family)
+    assert same(model.state_dict(), native) and report.loaded == len(native)
+    assert not (report.adapted or report.dropped or report.missing)
+
+
+def test_official_layouts():
+    native, foreign = tiny("vim").state_dict(), official("vim")
+    assert torch.equal(foreign["pos_embed"][:, 8], native["pos_embed"][:, 0])  # the class row before patch 8 of 16
+    assert torch.equal(foreign["pos_embed"][:, 7], native["pos_embed"][:, 8])
+    assert torch.equal(foreign["pos_embed"][:, 9], native["pos_embed"][:, 9])
+    foreign = official("mambareg")
+    assert [tuple(foreign[k].shape) for k in ("cls_token", "pos_embed_cls", "pos_embed")] == [
+        (1, 4, 16),
+        (1, 4, 16),
+        (1, 16, 16),
+    ]
+    assert "reg_token" not in foreign
+
+
+@pytest.mark.parametrize("family", ["vim", "shufflemamba", "mambareg", "mambamlp", "arm"])
+def test_positions_follow_the_image_and_prefix_rows_stay(family):
+    native, rows = tiny(family).state_dict(), 4 if family == "mambareg" else 1
+    for size, grid in ((48, (6, 6)), ((16, 64), (2, 8)), ((24, 40), (3, 5))):
+        model = tiny(family, img_size=size)
+        report = vim.load_weights(model, official(family), family=family)
+        wanted = resized(native["pos_embed"], (4, 4), grid, rows)
+        assert torch.equal(model.pos_embed[:, :rows], native["pos_embed"][:, :rows])
+        torch.testing.assert_close(model.pos_embed, wanted, rtol=0, atol=1e-6)
+        assert report.adapted == [f"pos_embed 4x4 -> {grid[0]}x{grid[1]}"]
+        model.eval()(torch.zeros(1, 3, *model.patch_embed.img_size))
+
+
+def test_positions_from_a_grid_that_is_not_square(tmp_path):
+    narrow = tiny(img_size=(16, 64))  # 2 x 8 patches, as many as 4 x 4
+    save_file(narrow.state_dict(), tmp_path / "a.safetensors", {"layout": "native", "grid": "[2, 8]", "stride": "8"})
+    model = tiny()
+    vim.load_weights(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(model.pos_embed, resized(narrow.pos_embed, (2, 8), (4, 4)), rtol=0, atol=1e-6)
+    assert not torch.equal(model.pos_embed, narrow.pos_embed)
+    same_grid = tiny(img_size=(16, 64))
+    vim.load_weights(same_grid, {k: v + 1 for k, v in narrow.state_dict().items()}, family="native")
+    assert torch.equal(same_grid.pos_embed, narrow.pos_embed + 1)
+    odd, other = tiny(img_size=(24, 40)), official(img_size=(24, 40))
+    other["pos_embed"] = other["pos_embed"] + 1
+    assert not vim.load_weights(odd, other, family="shufflemamba").adapted
+    assert torch.equal(odd.pos_embed, other["pos_embed"])
+    with pytest.raises(ValueError, match="15 positions are no square grid"):
+        vim.load_weights(tiny(), official(img_size=(24, 40)), family="shufflemamba")
+
+
+@pytest.mark.parametrize(("there", "here", "patches"), [(8, 16, 729), (16, 8, 196)])
+def test_strides_are_never_mixed_silently(there, here, patches, tmp_path):
+    big = {"img_size": 224, "patch_size": 16, "embed_dim": 8, "depth": 1}
+    weights, model = official("vim", **big, stride=there), tiny("vim", **big, stride=here)
+    before = model.pos_embed.clone()
+    with pytest.raises(ValueError, match=rf"stride {there} \({patches} patches\), the model's stride is {here}"):
+        vim.load_weights(model, weights, family="vim")
+    assert torch.equal(model.pos_embed, before)
+    vim.load_weights(model, weights, family="vim", resize_stride=True)
+    native = vim.convert_state_dict(weights, "vim")["pos_embed"]
+    sides = {8: (27, 27), 16: (14, 14)}
+    torch.testing.assert_close(model.pos_embed, resized(native, sides[there], sides[here]), rtol=0, atol=1e-6)
+
+
+def test_head_of_other_classes_is_dropped_and_reported():
+    model = tiny(num_classes=3)
+    fresh = model.head.weight.clone()
+    report = vim.load_weights(model, official(), family="shufflemamba")
+    assert torch.equal(model.head.weight, fresh)
+    assert report.missing == ["head.bias", "head.weight"] and report.loaded == len(official()) - 2
+    assert "head.weight (7 classes, the model has 3)" in str(report)
+    assert vim.load_weights(tiny(num_classes=0), official(), family="shufflemamba").missing == []
+
+
+def test_first_convolution_follows_the_channels():
+    weight = official()["patch_embed.proj.weight"]
+    gray, alpha = tiny(in_chans=1), tiny(in_chans=4)
+    report = vim.load_weights(gray, official(), family="shufflemamba")
+    torch.testing.assert_close(gray.patch_embed.proj.weight, weight.sum(1, keepdim=True))
+    assert report.adapted == ["patch_embed.proj 3 -> 1 channels"]
+    vim.load_weights(alpha, official(), family="shufflemamba")
+    torch.testing.assert_close(alpha.patch_embed.proj.weight, torch.cat([weight, weight[:, :1]], 1) * 0.75)
+    with pytest.raises(ValueError, match="takes 1 channels; only 3 can be adapted"):
+        vim.load_weights(tiny(), official(in_chans=1), family="shufflemamba")
+
+
+def test_wrappers_and_prefixes(tmp_path):
+    raw, averaged = official(), {k: v + 1 for k, v in official().items()}
+    model = tiny()
+    arguments = argparse.Namespace(lr=1e-3, model="x")
+    published = {"model": raw, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 3, "args": arguments}
+    files = {
+        "published": (published, averaged),
+        "timm": ({"state_dict": raw, "state_dict_ema": None}, raw),
+        "nested": ({"model": {"model": raw}}, raw),
+        "prefixes": ({f"module._orig_mod.{k}": v for k, v in averaged.items()}, averaged),
+        "plain": (raw, raw),
+    }
+    for name, (content, wanted) in files.items():
+        torch.save(content, tmp_path / f"{name}.pth")
+        vim.load_weights(model, tmp_path / f"{name}.pth", family="shufflemamba")
+        assert same(dict(model.state_dict()), wanted), name
+        vim.load_weights(model, content, family="shufflemamba")
+        assert same(dict(model.state_dict()), wanted), name
+    vim.load_weights(model, tmp_path / "published.pth", family="shufflemamba", use_ema=False)
+    assert same(dict(model.state_dict()), raw)
+
+
+REFUSED = {
+    "zero matches": ({"net.a": torch.zeros(1)}, "no tensor matches the model's; its names: net.a"),
+    "no tensors": ({"epoch": 3}, "no tensor matches the model's; its names: none"),
+    "unexplained": ({**official(), "layers.0.extra": torch.zeros(1)}, r"1 keys are not in the model: layers\.0\.extra"),
+    "missing": ({k: v for k, v in official().items() if k != "norm_f.weight"}, "lacks 1 tensors of the model: norm_f"),
+    "shape": ({**official(), "norm_f.weight": torch.ones(9)}, r"norm_f\.weight is \(9,\), the model's is \(16,\)"),
+    "registers": (official("mambareg"), "registers .* not of family 'shufflemamba'"),
+    "mlp": (official("mambamlp"), "MLP in each layer: they are not of family 'shufflemamba'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(case):
+    weights, message = REFUSED[case]
+    model = tiny()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        vim.load_weights(model, weights, family="shufflemamba")
+    assert same(dict(model.state_dict()), before)
+
+
+def test_the_family_must_be_known_and_fit():
+    with pytest.raises(ValueError, match=r"name the family of these weights.*vim, shufflemamba"):
+        vim.load_weights(tiny(), official())
+    with pytest.raises(ValueError, match="unknown family 'vmi'; choose from vim, shufflemamba"):
+        vim.load_weights(tiny(), official(), family="vmi")
+    with pytest.raises(ValueError, match="family 'vim' want cls_position='middle', the model has 'first'"):
+        vim.load_weights(tiny(), official("vim"), family="vim")
+    with pytest.raises(ValueError, match="family 'videomamba' want merge='sum', the model has 'mean'"):
+        vim.load_weights(tiny(), official("videomamba"), family="videomamba")
+    with pytest.raises(ValueError, match="to must be 'native', 'official' or 'vim', got 'arm'"):
+        vim.convert_state_dict(official("vim"), "vim", to="arm")
+    with pytest.raises(ValueError, match="'mambareg' lack cls_token"):
+        vim.convert_state_dict({"pos_embed_cls": torch.zeros(1, 4, 16)}, "mambareg")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pt: no such file"):
+        vim.load_weights(tiny(), "nowhere.pt")
+
+
+def test_traits_that_a_file_records_win_over_its_family(tmp_path, run_main):
+    about = {"layout": "native", "family": "vim", "cls_position": json.dumps("first"), "merge": "sum", "name": "x"}
+    save_file(tiny("videomamba").state_dict(), tmp_path / "a.safetensors", about)
+    assert vim.load_weights(tiny("videomamba"), tmp_path / "a.safetensors").loaded == len(official())
+    for family, message in (("vim", "cls_position='first', the model has 'middle'"), ("shufflemamba", "merge='sum'")):
+        with pytest.raises(ValueError, match=message):
+            vim.load_weights(tiny(family), tmp_path / "a.safetensors")
+    argv = ("--checkpoint", tmp_path / "a.safetensors", "--format", "official", "--out", tmp_path / "b.pth")
+    done = run_main(export.main, *argv)
+    assert done.code == 2 and "cls_position 'first' is not that of the family vim" in done.err
+    assert not (tmp_path / "b.pth").exists()
+
+
+def test_pretrained_says_that_there_are_no_public_weights():
+    with pytest.raises(ValueError, match=r"no weights of vim_tiny_patch16_224 can be downloaded.*vim\.load_weights"):
+        timm.create_model("vim_tiny_patch16_224", pretrained=True)
+
+
+def test_command_both_ways(run_main, tmp_path):
+    foreign, ours, back = (str(tmp_path / n) for n in ("a.pth", "ours.safetensors", "back.pth"))
+    torch.save({"model": official("vim"), "args": argparse.Namespace(lr=1)}, foreign)
+    done = run_main(convert.main, foreign, "--family", "vim", "--out", ours)
+    assert (done.code, done.out) == (0, f"{ours}: {len(official('vim'))} tensors\n")
+    assert same(load_file(ours), dict(tiny("vim").state_dict()))
+    vim.load_weights(tiny("vim"), ours)  # the file says of which family it is
+    assert run_main(convert.main, ours, "--to", "vim", "--out", back).code == 0
+    assert same(torch.load(back, weights_only=True)["model"], official("vim"))
+    other = str(tmp_path / "official.safetensors")
+    assert run_main(convert.main, ours, "--to", "vim", "--out", other).code == 0
+    model = tiny("vim")
+    model.pos_embed.data.zero_()
+    vim.load_weights(model, other)
+    assert torch.equal(model.pos_embed, tiny("vim").pos_embed)
+
+    refused = {
+        (ours, "--family", "vim"): "is in this package's layout",
+        (foreign, "--to", "vim"): "is not in this package's layout",
+        (ours, "--to", "shufflemamba"): "says it is of family 'vim', not 'shufflemamba'",
+        (foreign, "--family", "mambareg"): "not of family 'mambareg'",
+        (foreign,): "name one of --family",
+        (str(tmp_path / "no.pth"), "--family", "vim"): "no.pth: no such file",
+    }
+    for argv, message in refused.items():
+        done = run_main(convert.main, *argv, "--out", tmp_path / "c.pth")
+        assert done.code == 2 and message in done.err and done.err.count("\n") == 1, done.err
+        assert not (tmp_path / "c.pth").exists()
+    done = run_main(convert.main, foreign, "--family", "vim", "--out", tmp_path / "no" / "c.pth")
+    assert done.code == 2 and f"there is no folder {tmp_path / 'no'}" in done.err
