@@ -26,6 +26,8 @@ PATH_ERRORS = (FileExistsError, NotADirectoryError, IsADirectoryError, Permissio
 class UserError(ValueError):
     """Something the user can set right; the message is one line that names it. The command ends with exit code 2."""
 
+    everywhere = True  # all processes raise it, so one line from rank 0 says it
+
 
 class NonFinite(RuntimeError):
     """Training left the numbers: a loss or a weight is NaN or infinite. All ranks raise it together."""
@@ -33,11 +35,15 @@ class NonFinite(RuntimeError):
 
 @contextlib.contextmanager
 def exit_codes(prog: str) -> Iterator[None]:
-    """One line on stderr from rank 0 instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake."""
+    """One line on stderr instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake.
+
+    It comes from rank 0, or from whichever process met an error that the others do not (UserError.everywhere).
+    """
     try:
         yield
     except (UserError, NonFinite, *PATH_ERRORS) as error:
-        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        if rank == 0 or not getattr(error, "everywhere", True):
             sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
         raise SystemExit(1 if isinstance(error, NonFinite) else 2) from error
     finally:

@@ -63,6 +63,17 @@ def test_a_corrupt_image_is_named(workers, make_tree, tmp_path, run_train, run_p
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
+def test_which_process_says_what(make_tree, tmp_path, run_train, tiny_args, monkeypatch):
+    """A bad configuration is said by rank 0 alone; a corrupt image by the one process that met it."""
+    root = make_tree(tmp_path / "images", dict.fromkeys("ab", 4), dict.fromkeys("ab", 2))
+    (root / "train/b/2.png").write_bytes(b"no image")
+    arguments = (*tiny_args, "--data.root", root, "--out", tmp_path / "run")
+    monkeypatch.setenv("RANK", "1")
+    assert refused(run_train(*arguments), f"{root}/train/b/2.png: cannot be read")
+    done = run_train(*arguments, "--slws.rate", "2")
+    assert (done.code, done.err) == (2, "")
+
+
 def test_corrupt_images_are_skipped_and_counted(make_tree, tmp_path, run_train, tiny_args):
     root = make_tree(tmp_path / "images", dict.fromkeys("ab", 4), dict.fromkeys("ab", 3))
     for name in ("train/a/1", "train/b/2", "val/a/0"):
