@@ -125,10 +125,11 @@ def evaluate(model: nn.Module, loader, world: World, precision: str, confusion: 
             logits = model(images).float()
         loss_sum += F.cross_entropy(logits, targets, reduction="sum")
         classes = logits.shape[1]
-        top = logits.topk(min(5, classes)).indices == targets[:, None]
+        ranked = logits.topk(min(5, classes)).indices  # serves the confusion too: argmax breaks ties otherwise
+        top = ranked == targets[:, None]
         counts[:3] += torch.stack([torch.full_like(counts[0], len(targets)), top[:, 0].sum(), top.sum()])
         if confusion:
-            pairs = torch.bincount(targets * classes + logits.argmax(1), minlength=classes**2)
+            pairs = torch.bincount(targets * classes + ranked[:, 0], minlength=classes**2)
             table = pairs if table is None else table + pairs
     world.sum(counts)
     world.sum(loss_sum)
