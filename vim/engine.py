@@ -98,9 +98,11 @@ def train_epoch(
 
 def score(run: Run, loader, precision: str) -> tuple[dict[str, Any], nn.Module, str]:
     """Scores of the raw and, prefixed `ema_`, the averaged weights; the model with the better top-1, and its kind."""
+    run.world.share_buffers(run.model)
     row = evaluate(run.model, loader, run.world, precision)
     if run.ema is None:
         return row, run.model, "raw"
+    run.world.share_buffers(run.ema.module)
     averaged = evaluate(run.ema.module, loader, run.world, precision)
     row |= {f"ema_{name}": averaged[name] for name in ("top1", "top5", "loss")}
     return (row, run.ema.module, "ema") if averaged["top1"] >= row["top1"] else (row, run.model, "raw")

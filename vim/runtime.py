@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so
-from torch import Tensor
+from torch import Tensor, nn
 
 log = logging.getLogger("vim")
 
@@ -79,9 +79,11 @@ class World:
             dist.all_reduce(x, dist.ReduceOp.MIN)
         return x
 
-    def barrier(self) -> None:
+    def share_buffers(self, model: nn.Module) -> None:
+        """Rank 0's buffers, the ones that are saved, for all: batch statistics differ after a process's last step."""
         if self.size > 1:
-            dist.barrier()
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
 
 
 def start(device: str = "auto", threads: int | None = None) -> World:

@@ -41,6 +41,51 @@ def test_two_processes_equal_one_with_the_double_batch(images, tmp_path):
     assert line["top1"] == rows[1][-1]["ema_top1"]
 
 
+def on_two_ranks(tmp_path, source: str) -> dict[int, str]:
+    """What each of two processes that run `source` writes to the file `rank<number>` in its argument's folder."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    tinyrun.run(str(tmp_path), processes=2, script=script)
+    return {rank: (tmp_path / f"rank{rank}").read_text() for rank in (0, 1)}
+
+
+BATCH_NORM = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from vim import engine, runtime, schema
+from vim.run import build_run
+
+config = schema.Config(train=schema.TrainConfig(precision="fp32", device="cpu", epochs=1))
+with runtime.exit_codes("train.py"):
+    world = runtime.start("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model.num_classes = 2
+    torch.manual_seed(world.rank + 1)
+    batches = [(torch.randn(4, 2) + world.rank, torch.tensor([0, 1, 0, 1]), 0) for _ in range(3)]
+    run = build_run(model, config, world, len(batches))
+
+    def loss_of(model, images, targets):
+        return {"loss": nn.functional.cross_entropy(model(images), targets)}
+
+    engine.train_epoch(run, loss_of, batches, config, lambda loss: None, lambda: None)
+    own = model[0].running_mean.tolist()
+    engine.score(run, batches, "fp32")
+    Path(sys.argv[1], f"rank{world.rank}").write_text(
+        f"{own if world.rank == 0 else model[0].running_mean.tolist()} {run.ema.module[0].running_mean.tolist()}"
+    )
+"""
+
+
+@pytest.mark.slow
+def test_evaluation_uses_the_batch_statistics_that_are_saved(tmp_path):
+    found = on_two_ranks(tmp_path, BATCH_NORM)
+    assert found[0] == found[1]
+
+
 NAN_ON_ONE_RANK = """
 import sys
 from pathlib import Path
