@@ -86,6 +86,52 @@ def test_evaluation_uses_the_batch_statistics_that_are_saved(tmp_path):
     assert found[0] == found[1]
 
 
+SUMS = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from vim import engine, runtime, schema
+from vim.run import build_run
+
+config = schema.Config(train=schema.TrainConfig(precision="fp32", device="cpu", save_every_steps=20, ema_decay=None))
+with runtime.exit_codes("train.py"):
+    world = runtime.start("cpu")
+    batches = [(torch.zeros(1), torch.zeros(1), 0)] * 60
+    saved = []
+
+    def build():
+        model = nn.Linear(1, 1)
+        model.num_classes = 1
+        return build_run(model, config, world, len(batches))
+
+    def loss_of(model, images, targets):
+        return {"loss": model(images).sum() * 0 + 7 * torch.rand(())}  # seeded by epoch, batch and rank
+
+    def train(run):
+        rest = Rest(batches[run.batch :])
+        engine.train_epoch(run, loss_of, rest, config, lambda loss: None, lambda: saved.append(run.state_dict()))
+        return run.totals()[0]
+
+    class Rest(list):
+        def __len__(self):
+            return len(batches)
+
+    unbroken = train(build())
+    resumed = build()
+    resumed.load_state_dict(saved[0])
+    Path(sys.argv[1], f"rank{world.rank}").write_text(f"{unbroken!r} {train(resumed)!r}")
+"""
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_resumed_epoch_is_that_of_the_unbroken_one(tmp_path):
+    """The saved sum is over both processes, and rank 0 takes it up alone."""
+    unbroken, resumed = on_two_ranks(tmp_path, SUMS)[0].split()
+    assert unbroken == resumed
+
+
 NAN_ON_ONE_RANK = """
 import sys
 from pathlib import Path
