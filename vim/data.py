@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,8 @@ class Stream:
         self.epoch = self.start = 0
         self.generator = Generator()
         workers = max(1, workers)
+        if not training and world.size > 1:
+            _each_shard_once(dataset.reader, world)
         dataset.set_loader_cfg(num_workers=workers)
         arguments = {"num_workers": workers, "drop_last": training, "generator": self.generator}
         arguments |= {"pin_memory": world.device.type == "cuda", "collate_fn": _collate_stream}
@@ -225,6 +228,21 @@ class Stream:
         self.dataset.set_epoch(self.epoch)
         self.generator.manual_seed(derive_seed(self.seed, self.epoch, self.world.rank))
         return islice(iter(self.loader), self.start, None)
+
+
+def _each_shard_once(reader, world: World) -> None:
+    """Evaluation reads every shard once, on one loader process of one rank, to its end.
+
+    Left alone, timm's webdataset reader makes all ranks read equally many samples: some twice and some never.
+    """
+    if hasattr(reader, "_split_by_node_and_worker"):
+        reader.dist_rank, reader.dist_num_replicas = 0, 1
+        reader._split_by_node_and_worker = partial(_own_shards, reader, world)
+
+
+def _own_shards(reader, world: World, shards: Iterator) -> Iterator:
+    first = world.rank * reader.num_workers + reader.worker_id
+    return islice(shards, first, None, world.size * reader.num_workers)
 
 
 def _collate_stream(samples: list):
