@@ -207,10 +207,11 @@ class Stream:
     What comes when depends on (seed, epoch, rank) and the number of loader processes. At least one of those is used,
     started anew for every epoch, so no state is left over from the epoch before. A start in the middle of an epoch
     reads the batches before it and drops them. Unreadable samples are skipped by the data set, uncounted.
+    Raises UserError where an epoch of training ends early, as it does on a loader process that gets no shard.
     """
 
     def __init__(self, dataset, batch_size: int, workers: int, world: World, seed: int, training: bool = False):
-        self.dataset, self.world, self.seed = dataset, world, seed
+        self.dataset, self.world, self.seed, self.training = dataset, world, seed, training
         self.epoch = self.start = 0
         self.generator = Generator()
         workers = max(1, workers)
@@ -227,7 +228,21 @@ class Stream:
     def __iter__(self) -> Iterator:
         self.dataset.set_epoch(self.epoch)
         self.generator.manual_seed(derive_seed(self.seed, self.epoch, self.world.rank))
-        return islice(iter(self.loader), self.start, None)
+        batch = self.start
+        for samples in islice(iter(self.loader), self.start, None):
+            batch += 1
+            yield samples
+        if self.training and batch < len(self):
+            raise EndedEarly(
+                f"data.dataset: a process got {batch} of {len(self)} batches; every loader process needs a shard, "
+                f"so lower data.workers (now {self.loader.num_workers}) or make more shards"
+            )
+
+
+class EndedEarly(UserError):
+    """Raised by a process that the data set gave too little, while others wait for its gradients."""
+
+    everywhere = False
 
 
 def _each_shard_once(reader, world: World) -> None:
