@@ -69,7 +69,7 @@ class DataConfig:
         val_split: folder or split to evaluate on.
         batch_size: images per process and step.
         eval_batch_size: null: batch_size.
-        workers: loader processes per training process; results do not depend on it.
+        workers: loader processes per training process; results do not depend on it, but for wds/, tfds/ and hfids/.
         scale: area range of the random resized crop.
         ratio: aspect range of the random resized crop.
         hflip: probability of a horizontal flip.

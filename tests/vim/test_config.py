@@ -1,5 +1,6 @@
 """Configuration files and overrides: what is read, what is refused, and how the refusal reads."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -159,3 +160,7 @@ def test_resume_with_another_configuration():
     config.check_resumable(same, saved, "run")
     with pytest.raises(UserError, match=r"run holds .*\(seed 0 -> 3, data\.mixup 0\.8 -> 0\.5\); choose another --out"):
         config.check_resumable(Config(seed=3, data=DataConfig(mixup=0.5)), saved, "run")
+    for dataset, free in (("hfds/x", True), ("wds/x", False)):
+        saved = asdict(Config(data=DataConfig(dataset=dataset)))
+        with nullcontext() if free else pytest.raises(UserError, match=r"\(data\.workers 8 -> 0\)"):
+            config.check_resumable(Config(data=DataConfig(dataset=dataset, workers=0)), saved, "run")
