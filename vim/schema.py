@@ -163,7 +163,9 @@ class OptimConfig:
         _at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
         _at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay)
         _at_least(1, optim__lr_batch=self.lr_batch)
-        _at_least(0, optim__eps=self.eps, optim__clip_grad=self.clip_grad)
+        _at_least(0, optim__eps=self.eps)
+        if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
+            raise UserError(f"optim.clip_grad must be above 0, or null for no clipping, got {self.clip_grad}")
         _within(0, 1, optim__layer_decay=self.layer_decay)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")

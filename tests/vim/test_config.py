@@ -47,7 +47,7 @@ COMMAND_LINES = {
     ("--optim.lr", ".inf"): "optim.lr must be finite, got inf",
     ("--optim.lr", ".nan"): "optim.lr must be finite, got nan",
     ("--optim.lr", "-1"): "optim.lr must be at least 0, got -1.0",
-    ("--optim.clip_grad", "-1"): "optim.clip_grad must be at least 0",
+    ("--optim.clip_grad", "0"): "optim.clip_grad must be above 0, or null for no clipping, got 0.0",
     ("--optim.layer_decay", "1.1"): "optim.layer_decay must lie in [0, 1], got 1.1",
     ("--optim.betas", "[0.9]"): "optim.betas must be two numbers in [0, 1), got [0.9]",
     ("--data.batch_size", "-4"): "data.batch_size must be at least 1, got -4",
