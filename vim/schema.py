@@ -54,6 +54,9 @@ class ModelConfig:
         _at_least(1, model__num_classes=self.num_classes)
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
+        for key in ("img_size", "in_chans", "num_classes"):  # the data and the head follow these
+            if key in self.kwargs:
+                raise UserError(f"model.kwargs.{key}: set model.{key} instead")
         for side in self.img_size if isinstance(self.img_size, list) else [self.img_size]:
             _at_least(1, model__img_size=side)
 

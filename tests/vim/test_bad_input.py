@@ -37,6 +37,7 @@ CASES = {
     ("--model.img_size", "20"): "image height 20 is not covered by patches of 8 at stride 8",
     ("--model.num_classes", "3"): "model.num_classes is 3, the training data has 7 classes",
     ("--model.kwargs.patch_sise", "4"): "unexpected keyword argument 'patch_sise'",
+    ("--model.kwargs.num_classes", "3"): "model.kwargs.num_classes: set model.num_classes instead",
     ("--model.kwargs.norm", "batch"): "norm must be one of 'rms', 'layer', got 'batch'",
     ("--model.kwargs.pretrained", "true"): "no weights of vim_tiny_patch16_224 can be downloaded by name",
     ("--data.auto_augment", "zzz"): "data.auto_augment: timm knows no policy 'zzz'",
