@@ -79,6 +79,10 @@ class World:
             dist.all_reduce(x, dist.ReduceOp.MIN)
         return x
 
+    def agree(self, fact: bool) -> bool:
+        """Whether it is the same on all processes."""
+        return int(self.sum(torch.tensor(int(fact), device=self.device))) in (0, self.size)
+
     def share_buffers(self, model: nn.Module) -> None:
         """Rank 0's buffers, the ones that are saved, for all: batch statistics differ after a process's last step."""
         if self.size > 1:

@@ -86,6 +86,31 @@ def test_evaluation_uses_the_batch_statistics_that_are_saved(tmp_path):
     assert found[0] == found[1]
 
 
+APART = """
+import os
+import sys
+
+import train
+from vim import runtime
+
+with runtime.exit_codes("train.py"):
+    train.main([*sys.argv[2:], f"--out={sys.argv[1]}{os.environ['RANK']}"])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_see_different_run_directories_stop(images, tmp_path):
+    """As on two machines that share no disk: the one would resume, the other start anew."""
+    arguments = tinyrun.arguments(images, tmp_path / "run0", "--train.epochs=1")
+    tinyrun.run(*arguments)
+    script = tmp_path / "apart.py"
+    script.write_text(APART)
+    command = tinyrun.command(str(tmp_path / "run"), *arguments, processes=2, script=script)
+    done = subprocess.run(command, capture_output=True, text=True, env=tinyrun.environment(), timeout=120)
+    assert done.returncode != 0
+    assert "run0/last.pt is seen by some processes only: all must share the run directory" in done.stderr
+
+
 SUMS = """
 import sys
 from pathlib import Path
