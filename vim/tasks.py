@@ -6,7 +6,6 @@ import difflib
 from typing import Any
 
 import timm
-import torch
 from timm.data import Mixup
 from timm.layers import to_2tuple
 from timm.loss import SoftTargetCrossEntropy
@@ -112,7 +111,3 @@ def resolve_classes(config: Config, names: list[str] | None, counted: int | None
     if wanted is not None and wanted < len(names):
         raise UserError(f"model.num_classes is {wanted}, the training data has {len(names)} classes")
     return names + [f"class {i}" for i in range(len(names), wanted or 0)]
-
-
-def trainable(model: nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
