@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     elif world.main:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(config.dump(cfg))
+    del saved  # weights, average and optimizer once more, in the memory of every process
     if run.epoch >= cfg.train.epochs:
         log.info("%s is finished: best top-1 %.2f %%; nothing to do", out, run.best)
         return
