@@ -181,7 +181,7 @@ class TrainConfig:
     Args:
         epochs: in all.
         accumulation: batches per optimizer step.
-        precision: autocast dtype; fp32: none.
+        precision: autocast dtype; fp32: none, and on CUDA matrix products in TF32.
         ema_decay: of the averaged weights, per update; null: no average.
         ema_warmup: let the decay grow from 0 in early updates.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
