@@ -95,7 +95,7 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         for name, value in counters.items():
             setattr(self, name, value)
-        self.loss_sum = self.loss_sum.to(self.world.device)
+        self.loss_sum = self.loss_sum.to(self.world.device, self.world.wide)
         if not self.world.main:  # the saved sum and count are over all processes
             self.loss_sum.zero_()
             self.skipped = 0
@@ -108,7 +108,8 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.batch, self.skipped = epoch, 0, 0
-        self.loss_sum = torch.zeros((), device=self.world.device)
+        # Wide: sums of fp32 losses are then exact, whichever process holds which part of them after a resume.
+        self.loss_sum = torch.zeros((), dtype=self.world.wide, device=self.world.device)
 
     def step(self, clip: float | None) -> None:
         """One optimizer update, its schedule and its average."""
