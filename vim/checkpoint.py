@@ -47,7 +47,7 @@ def check_target(path: str | Path) -> None:
 def save(obj: Any, path: str | Path) -> None:
     """torch.save under a temporary name, flushed to disk, then renamed over `path`."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one name, so that kills leave one such file at most
     try:
         with open(temporary, "wb") as file:
             torch.save(obj, file)

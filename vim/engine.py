@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .run import Run
 from .runtime import NonFinite, UserError, World, derive_seed, seed_everything
@@ -73,8 +72,7 @@ def train_epoch(
         first_of_step = batch - batch % train.accumulation
         step_size = min(train.accumulation, batches - first_of_step)
         last = batch + 1 == first_of_step + step_size
-        waiting = isinstance(run.wrapped, DistributedDataParallel) and not last
-        with run.wrapped.no_sync() if waiting else nullcontext():
+        with run.ddp.no_sync() if run.ddp and not last else nullcontext():
             with autocast(train.precision, run.world.device):
                 loss = loss_of(run.wrapped, images, targets)["loss"]
             part = loss / step_size

@@ -180,7 +180,7 @@ class VisionMamba(TimmInterface):
             )
         grid = self.patch_embed.grid(*size)
         x = self.patch_embed(x)
-        prefix = [t.expand(len(x), -1, -1).to(x.dtype) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         return torch.cat([*prefix, x], 1) + self._positions(grid), grid
 
     def _through_layers(self, x, grid, layers, taken=()):

@@ -46,9 +46,9 @@ def exit_codes(prog: str) -> Iterator[None]:
         if rank == 0 or not getattr(error, "everywhere", True):
             sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
         raise SystemExit(1 if isinstance(error, NonFinite) else 2) from error
-    finally:
+    else:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # not after an error of one process: it could wait for the others
 
 
 @dataclass(frozen=True)
