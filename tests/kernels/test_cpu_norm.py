@@ -289,13 +289,6 @@ def test_gradients_of_several_permuted_tensors():
     assert b.grad is None or not b.grad.any()
 
 
-def test_large_tensors_are_permuted_right():
-    """Beyond the size from which rows are fetched ahead."""
-    x = torch.randn(16, 197, 800)
-    index = torch.randperm(197)
-    assert x.nbytes > 2**23 and torch.equal(permute(index, x), x[:, index])
-
-
 def test_a_second_derivative_is_refused():
     inputs, grads = norm_inputs()
     x = inputs.pop("x").requires_grad_()
