@@ -9,7 +9,7 @@ from ssm_kernels import backend as registry
 from ssm_kernels import cpp
 from ssm_kernels.testing import LENGTHS, assert_parity, poisoned_empties, run, textbook_add_norm
 
-if "cpu" not in ssm_kernels.available_backends("add_norm", "cpu"):
+if not all("cpu" in ssm_kernels.available_backends(op, "cpu") for op in ("add_norm", "permute_rows")):
     pytest.skip(f"no C++ kernels here: {cpp._library()}", allow_module_level=True)
 
 OPS = torch.ops.ssm_kernels
