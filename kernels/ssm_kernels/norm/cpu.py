@@ -12,6 +12,7 @@ from ctypes import c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import cpp
 from . import reference
@@ -126,6 +127,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _autograd(ctx, dnormed, dout, _dstats):
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     saved = ctx.saved_tensors  # read once: an activation checkpoint gives them out only once
