@@ -1,8 +1,9 @@
 """The C++ kernels of the `cpu` backends: compiled once by the machine's own compiler, cached, loaded with ctypes.
 
-One compiler command builds every source into one shared library; it takes up to half a minute. It needs a C++ compiler and
-the headers that come with torch, neither ninja nor Python's headers: the library knows addresses and strides only. It
-is kept in $SSM_KERNELS_CACHE, else in ~/.cache/ssm_kernels, under a name made of everything that it depends on.
+One compiler command builds every source into one shared library, in half a minute at most on two cores. It needs a C++
+compiler and the headers that come with torch, neither ninja nor Python's headers: the library knows addresses and
+strides only. It is kept in $SSM_KERNELS_CACHE, else in ~/.cache/ssm_kernels, under a name made of everything that it
+depends on.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _compile(compiler: list[str], output: str, folder: Path) -> None:
-    sys.stderr.write(f"ssm_kernels: compiling the CPU kernels (once, up to half a minute; kept in {folder})\n")
+    sys.stderr.write(f"ssm_kernels: compiling the CPU kernels (some seconds, once; kept in {folder})\n")
     sys.stderr.flush()
     command = [*compiler, *map(str, _sources), *_flags(), "-o", output]
     try:
