@@ -14,7 +14,8 @@ from vim.runtime import UserError, log
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog="All keys of train.py --help too.")
+    about = {"description": __doc__, "epilog": "All keys of train.py --help too."}
+    options = argparse.ArgumentParser(prog="eval.py", allow_abbrev=False, **about)
     options.add_argument("--checkpoint", metavar="FILE", help="last.pt, best.pt, an export, or published weights")
     options.add_argument("--weights", choices=("ema", "raw"), default="ema", help="where the file has both")
     options.add_argument("--family", help="family of published weights, e.g. vim; with --model.name")

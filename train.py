@@ -12,7 +12,7 @@ from pathlib import Path
 from vim import checkpoint, config, convert, data, engine, plots, runtime, tasks
 from vim.record import Progress, Record
 from vim.run import Run, build_run
-from vim.runtime import log
+from vim.runtime import UserError, log
 from vim.schema import Config
 
 
@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     # Join the other processes, take a device, start the log.
     world = runtime.start(cfg.train.device, cfg.train.threads)
     runtime.setup_log(world.main)
+    if not world.agree(saved is not None):
+        raise UserError(f"{out / 'last.pt'} is seen by some processes only: all must share the run directory")
     tasks.check_kernels(cfg, world)
     runtime.seed_everything(runtime.derive_seed(cfg.seed))
 
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     elif world.main:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(config.dump(cfg))
+    del saved  # weights, average and optimizer once more, in the memory of every process
     if run.epoch >= cfg.train.epochs:
         log.info("%s is finished: best top-1 %.2f %%; nothing to do", out, run.best)
         return

@@ -55,7 +55,7 @@ def check_target(path: str | Path) -> None:
 def _replacing(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; what was written to it is flushed to disk and renamed over `path`."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one name, so that kills leave one such file at most
     try:
         yield temporary
         with open(temporary, "rb+") as file:

@@ -21,6 +21,7 @@ from .schema import Config
 
 # Keys that a resumed run may have different from the unbroken one: they do not change its numbers.
 FREE_ON_RESUME = {"out", "data.root", "data.workers", "train.log_every", "train.save_every_steps", "train.device"}
+STREAMED = ("wds/", "tfds/", "hfids/")
 
 
 class _Strict(yaml.SafeLoader):
@@ -190,7 +191,10 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_resumable(config: Config, saved: dict[str, Any], where: str | Path) -> None:
     """Raises UserError where a key that changes the numbers differs from the run in `where`."""
     now, then = flatten(asdict(config)), flatten(saved)
-    changed = [k for k in now if k not in FREE_ON_RESUME and now[k] != then.get(k, now[k])]
+    free = FREE_ON_RESUME
+    if (config.data.dataset or "").lower().startswith(STREAMED):
+        free = free - {"data.workers"}  # each loader process streams shards of its own
+    changed = [k for k in now if k not in free and now[k] != then.get(k, now[k])]
     if changed:
         details = ", ".join(f"{k} {then[k]!r} -> {now[k]!r}" for k in changed)
         raise UserError(f"{where} holds a run with another configuration ({details}); choose another --out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -206,13 +207,16 @@ class Stream:
     What comes when depends on (seed, epoch, rank) and the number of loader processes. At least one of those is used,
     started anew for every epoch, so no state is left over from the epoch before. A start in the middle of an epoch
     reads the batches before it and drops them. Unreadable samples are skipped by the data set, uncounted.
+    Raises UserError where an epoch of training ends early, as it does on a loader process that gets no shard.
     """
 
     def __init__(self, dataset, batch_size: int, workers: int, world: World, seed: int, training: bool = False):
-        self.dataset, self.world, self.seed = dataset, world, seed
+        self.dataset, self.world, self.seed, self.training = dataset, world, seed, training
         self.epoch = self.start = 0
         self.generator = Generator()
         workers = max(1, workers)
+        if not training and world.size > 1:
+            _each_shard_once(dataset.reader, world)
         dataset.set_loader_cfg(num_workers=workers)
         arguments = {"num_workers": workers, "drop_last": training, "generator": self.generator}
         arguments |= {"pin_memory": world.device.type == "cuda", "collate_fn": _collate_stream}
@@ -224,7 +228,36 @@ class Stream:
     def __iter__(self) -> Iterator:
         self.dataset.set_epoch(self.epoch)
         self.generator.manual_seed(derive_seed(self.seed, self.epoch, self.world.rank))
-        return islice(iter(self.loader), self.start, None)
+        batch = self.start
+        for samples in islice(iter(self.loader), self.start, None):
+            batch += 1
+            yield samples
+        if self.training and batch < len(self):
+            raise EndedEarly(
+                f"data.dataset: a process got {batch} of {len(self)} batches; every loader process needs a shard, "
+                f"so lower data.workers (now {self.loader.num_workers}) or make more shards"
+            )
+
+
+class EndedEarly(UserError):
+    """Raised by a process that the data set gave too little, while others wait for its gradients."""
+
+    everywhere = False
+
+
+def _each_shard_once(reader, world: World) -> None:
+    """Evaluation reads every shard once, on one loader process of one rank, to its end.
+
+    Left alone, timm's webdataset reader makes all ranks read equally many samples: some twice and some never.
+    """
+    if hasattr(reader, "_split_by_node_and_worker"):
+        reader.dist_rank, reader.dist_num_replicas = 0, 1
+        reader._split_by_node_and_worker = partial(_own_shards, reader, world)
+
+
+def _own_shards(reader, world: World, shards: Iterator) -> Iterator:
+    first = world.rank * reader.num_workers + reader.worker_id
+    return islice(shards, first, None, world.size * reader.num_workers)
 
 
 def _collate_stream(samples: list):

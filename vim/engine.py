@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .run import Run
 from .runtime import NonFinite, UserError, World, derive_seed, seed_everything
@@ -73,8 +72,7 @@ def train_epoch(
         first_of_step = batch - batch % train.accumulation
         step_size = min(train.accumulation, batches - first_of_step)
         last = batch + 1 == first_of_step + step_size
-        waiting = isinstance(run.wrapped, DistributedDataParallel) and not last
-        with run.wrapped.no_sync() if waiting else nullcontext():
+        with run.ddp.no_sync() if run.ddp and not last else nullcontext():
             with autocast(train.precision, run.world.device):
                 loss = loss_of(run.wrapped, images, targets)["loss"]
             part = loss / step_size
@@ -98,9 +96,11 @@ def train_epoch(
 
 def score(run: Run, loader, precision: str) -> tuple[dict[str, Any], nn.Module, str]:
     """Scores of the raw and, prefixed `ema_`, the averaged weights; the model with the better top-1, and its kind."""
+    run.world.share_buffers(run.model)
     row = evaluate(run.model, loader, run.world, precision)
     if run.ema is None:
         return row, run.model, "raw"
+    run.world.share_buffers(run.ema.module)
     averaged = evaluate(run.ema.module, loader, run.world, precision)
     row |= {f"ema_{name}": averaged[name] for name in ("top1", "top5", "loss")}
     return (row, run.ema.module, "ema") if averaged["top1"] >= row["top1"] else (row, run.model, "raw")
@@ -125,10 +125,11 @@ def evaluate(model: nn.Module, loader, world: World, precision: str, confusion: 
             logits = model(images).float()
         loss_sum += F.cross_entropy(logits, targets, reduction="sum")
         classes = logits.shape[1]
-        top = logits.topk(min(5, classes)).indices == targets[:, None]
+        ranked = logits.topk(min(5, classes)).indices  # serves the confusion too: argmax breaks ties otherwise
+        top = ranked == targets[:, None]
         counts[:3] += torch.stack([torch.full_like(counts[0], len(targets)), top[:, 0].sum(), top.sum()])
         if confusion:
-            pairs = torch.bincount(targets * classes + logits.argmax(1), minlength=classes**2)
+            pairs = torch.bincount(targets * classes + ranked[:, 0], minlength=classes**2)
             table = pairs if table is None else table + pairs
     world.sum(counts)
     world.sum(loss_sum)

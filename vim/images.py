@@ -72,6 +72,8 @@ class Images(Dataset):
 class UnreadableImage(UserError):
     """Raised in a loader process; torch raises it anew in the main one, with the traceback as its message."""
 
+    everywhere = False  # each process reads its own images
+
     @classmethod
     def of(cls, name: str, error: Exception) -> UnreadableImage:
         return cls(f"{name}: cannot be read ({error}); data.skip_corrupt skips and counts such images")

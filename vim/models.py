@@ -180,7 +180,7 @@ class VisionMamba(TimmInterface):
             )
         grid = self.patch_embed.grid(*size)
         x = self.patch_embed(x)
-        prefix = [t.expand(len(x), -1, -1).to(x.dtype) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         return torch.cat([*prefix, x], 1) + self._positions(grid), grid
 
     def _through_layers(self, x, grid, layers, taken=()):
@@ -193,11 +193,12 @@ class VisionMamba(TimmInterface):
             x, residual = checkpoint(layer, *args) if checkpointed else layer(*args)
             stored = step.stored
             if i in taken:
-                total = x + residual
-                kept[i] = total if stored is None else permute_rows(inverse(stored), total)
+                kept[i] = _native_sum(x, residual, stored)
         return x, residual, stored, kept
 
     def _final_norm(self, x, residual=None, stored=None) -> Tensor:
+        if isinstance(self.norm_f, nn.Identity):  # pruned
+            return _native_sum(x, residual, stored)
         return norm_of_sum(x, residual, self.norm_f, self.norm_kind, from_to(stored, None))[0]
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -217,6 +218,11 @@ class VisionMamba(TimmInterface):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
+
+
+def _native_sum(x: Tensor, residual: Tensor | None, stored: Tensor | None) -> Tensor:
+    total = x if residual is None else x + residual
+    return total if stored is None else permute_rows(inverse(stored), total)
 
 
 def _check_choices(norm, cls_position, pool, init) -> None:

@@ -44,7 +44,7 @@ class Record:
             return
         kept = []
         for line in path.read_text().splitlines():
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, TypeError, KeyError):
                 if json.loads(line)["epoch"] <= epochs:
                     kept.append(line + "\n")
         temporary = path.with_suffix(".tmp")

@@ -61,13 +61,14 @@ class Run:
     world: World
     ema: ModelEmaV3 | None = None
     scaler: torch.amp.GradScaler | None = None
-    wrapped: nn.Module | None = None  # what the loss calls: the model, compiled, in DDP
+    wrapped: nn.Module | None = None  # what the loss calls: the model, in DDP, compiled
+    ddp: DistributedDataParallel | None = None
     epoch: int = 0
     batch: int = 0  # of this epoch, already done
     updates: int = 0
     best: float = -1.0
     skipped: int = 0  # unreadable images of this epoch
-    loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    loss_sum: Tensor = field(init=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and containers, the same on all processes; all must call it together."""
@@ -85,7 +86,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError for the state of a run on another number of processes, whose batches were others."""
         counters = dict(state["run"])
-        if (before := counters.pop("processes")) != self.world.size:
+        if (before := counters.pop("processes", self.world.size)) != self.world.size:
             raise UserError(f"the run to resume had {before} process(es), this one has {self.world.size}")
         self.model.load_state_dict(state["model"])
         if self.ema is not None:
@@ -95,7 +96,7 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         for name, value in counters.items():
             setattr(self, name, value)
-        self.loss_sum = self.loss_sum.to(self.world.device)
+        self.loss_sum = self.loss_sum.to(self.world.device, self.world.wide)
         if not self.world.main:  # the saved sum and count are over all processes
             self.loss_sum.zero_()
             self.skipped = 0
@@ -108,7 +109,8 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.batch, self.skipped = epoch, 0, 0
-        self.loss_sum = torch.zeros((), device=self.world.device)
+        # Wide: sums of fp32 losses are then exact, whichever process holds which part of them after a resume.
+        self.loss_sum = torch.zeros((), dtype=self.world.wide, device=self.world.device)
 
     def step(self, clip: float | None) -> None:
         """One optimizer update, its schedule and its average."""
@@ -148,10 +150,14 @@ def build_run(model: nn.Module, config: Config, world: World, batches: int) -> R
     if train.precision == "fp16":
         run.scaler = torch.amp.GradScaler(world.device.type)
         log.warning("fp16 overflows easily in state-space models and waits for the device in every step; prefer bf16")
-    run.wrapped = torch.compile(model) if train.compile else model
     if world.size > 1:
-        run.wrapped = DistributedDataParallel(run.wrapped, [world.device] if world.device.type == "cuda" else None)
+        run.ddp = DistributedDataParallel(model, [world.device] if world.device.type == "cuda" else None)
+    run.wrapped = run.ddp or model
+    if train.compile:  # outside DDP, so that the compiler cuts the graph where DDP's buckets of gradients end
+        run.wrapped = torch.compile(run.wrapped)
     run.begin_epoch(0)
+    if config.optim.warmup_epochs >= train.epochs:
+        log.warning("optim.warmup_epochs %g of %d: lr stays below optim.lr", config.optim.warmup_epochs, train.epochs)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     where = f"{world.device} x {world.size}, {train.precision}"
     log.info("%s: %.2fM parameters, %d classes, %s", config.model.name, millions, model.num_classes, where)

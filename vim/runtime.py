@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so
-from torch import Tensor
+from torch import Tensor, nn
 
 log = logging.getLogger("vim")
 
@@ -26,6 +26,8 @@ PATH_ERRORS = (FileExistsError, NotADirectoryError, IsADirectoryError, Permissio
 class UserError(ValueError):
     """Something the user can set right; the message is one line that names it. The command ends with exit code 2."""
 
+    everywhere = True  # all processes raise it, so one line from rank 0 says it
+
 
 class NonFinite(RuntimeError):
     """Training left the numbers: a loss or a weight is NaN or infinite. All ranks raise it together."""
@@ -33,16 +35,20 @@ class NonFinite(RuntimeError):
 
 @contextlib.contextmanager
 def exit_codes(prog: str) -> Iterator[None]:
-    """One line on stderr from rank 0 instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake."""
+    """One line on stderr instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake.
+
+    It comes from rank 0, or from whichever process met an error that the others do not (UserError.everywhere).
+    """
     try:
         yield
     except (UserError, NonFinite, *PATH_ERRORS) as error:
-        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        if rank == 0 or not getattr(error, "everywhere", True):
             sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
         raise SystemExit(1 if isinstance(error, NonFinite) else 2) from error
-    finally:
+    else:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # not after an error of one process: it could wait for the others
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,15 @@ class World:
             dist.all_reduce(x, dist.ReduceOp.MIN)
         return x
 
-    def barrier(self) -> None:
+    def agree(self, fact: bool) -> bool:
+        """Whether it is the same on all processes."""
+        return int(self.sum(torch.tensor(int(fact), device=self.device))) in (0, self.size)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Rank 0's buffers, the ones that are saved, for all: batch statistics differ after a process's last step."""
         if self.size > 1:
-            dist.barrier()
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
 
 
 def start(device: str = "auto", threads: int | None = None) -> World:

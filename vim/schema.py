@@ -54,6 +54,9 @@ class ModelConfig:
         _at_least(1, model__num_classes=self.num_classes)
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
+        for key in ("img_size", "in_chans", "num_classes"):  # the data and the head follow these
+            if key in self.kwargs:
+                raise UserError(f"model.kwargs.{key}: set model.{key} instead")
         for side in self.img_size if isinstance(self.img_size, list) else [self.img_size]:
             _at_least(1, model__img_size=side)
 
@@ -69,7 +72,7 @@ class DataConfig:
         val_split: folder or split to evaluate on.
         batch_size: images per process and step.
         eval_batch_size: null: batch_size.
-        workers: loader processes per training process; results do not depend on it.
+        workers: loader processes per training process; results do not depend on it, but for wds/, tfds/ and hfids/.
         scale: area range of the random resized crop.
         ratio: aspect range of the random resized crop.
         hflip: probability of a horizontal flip.
@@ -163,7 +166,9 @@ class OptimConfig:
         _at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
         _at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay)
         _at_least(1, optim__lr_batch=self.lr_batch)
-        _at_least(0, optim__eps=self.eps, optim__clip_grad=self.clip_grad)
+        _at_least(0, optim__eps=self.eps)
+        if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
+            raise UserError(f"optim.clip_grad must be above 0, or null for no clipping, got {self.clip_grad}")
         _within(0, 1, optim__layer_decay=self.layer_decay)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")
@@ -176,7 +181,7 @@ class TrainConfig:
     Args:
         epochs: in all.
         accumulation: batches per optimizer step.
-        precision: autocast dtype; fp32: none.
+        precision: autocast dtype; fp32: none, and on CUDA matrix products in TF32.
         ema_decay: of the averaged weights, per update; null: no average.
         ema_warmup: let the decay grow from 0 in early updates.
         eval_every: epochs between evaluations; the last epoch is always evaluated.

@@ -14,7 +14,7 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 import slws
-from ssm_kernels import OPS, available_backends
+from ssm_kernels import OPS
 
 from .models import VisionMamba
 from .runtime import UserError, World
@@ -71,11 +71,11 @@ def check_kernels(config: Config, world: World) -> None:
     """With train.require_kernels: UserError where the selective scan would run on its plain PyTorch reference."""
     if not config.train.require_kernels:
         return
-    if available_backends("selective_scan", world.device)[0] == "reference":
-        reasons = "; ".join(f"{name}: {why}" for name, why in OPS["selective_scan"].explain(world.device) if why)
-        raise UserError(
-            f"train.require_kernels: no fast selective scan on {world.device} ({reasons or 'none is built'})"
-        )
+    scan = OPS["selective_scan"]
+    if scan.resolve(torch.empty(0, device=world.device), None) is scan.load("reference", world.device):
+        reasons = "; ".join(f"{name}: {why}" for name, why in scan.explain(world.device) if why)
+        reasons = reasons or "SSM_KERNELS_BACKEND asks for the reference"
+        raise UserError(f"train.require_kernels: no fast selective scan on {world.device} ({reasons})")
 
 
 class Classify:
@@ -112,7 +112,3 @@ def resolve_classes(config: Config, names: list[str] | None, counted: int | None
     if wanted is not None and wanted < len(names):
         raise UserError(f"model.num_classes is {wanted}, the training data has {len(names)} classes")
     return names + [f"class {i}" for i in range(len(names), wanted or 0)]
-
-
-def trainable(model: nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]

@@ -135,7 +135,7 @@ class Op:
         raise RuntimeError(f"{self.name}: no backend runs here ({'; '.join(reasons)})")
 
     def _say(self, name: str, device: str, reasons: list[str]) -> None:
-        if (key := (self.name, f"{name} {device}")) not in _said:
+        if (key := (self.name, f"{name} {device} {reasons}")) not in _said:
             _said.add(key)
             why = f" ({'; '.join(reasons)})" if reasons else ""
             level = logging.WARNING if reasons else logging.INFO

@@ -207,6 +207,11 @@ def model_cases(device: torch.device, quick: bool) -> list[Case]:
             case.steps[name] = _train_step(made, x) if training else _inference_step(made, x)
         if wrong := _agrees(case.steps[OURS], 1e-3):
             case.wrong[OURS] = wrong
+        if training:
+            shuffling = timm.create_model("vim_tiny_patch16_224", img_size=size, slws_rate=1.0).to(device).train()
+            for layer in shuffling.layers:
+                layer.slws.rate = 1.0
+            case.steps[f"{OURS}, every layer shuffled"] = _train_step(shuffling, x)
         cases.append(case)
     return cases
 

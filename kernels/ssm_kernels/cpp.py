@@ -1,8 +1,9 @@
 """The C++ kernels of the `cpu` backends: compiled once by the machine's own compiler, cached, loaded with ctypes.
 
-One compiler command builds every source into one shared library; it takes a few seconds. It needs a C++ compiler and
-the headers that come with torch, neither ninja nor Python's headers: the library knows addresses and strides only. It
-is kept in $SSM_KERNELS_CACHE, else in ~/.cache/ssm_kernels, under a name made of everything that it depends on.
+One compiler command builds every source into one shared library, in half a minute at most on two cores. It needs a C++
+compiler and the headers that come with torch, neither ninja nor Python's headers: the library knows addresses and
+strides only. It is kept in $SSM_KERNELS_CACHE, else in ~/.cache/ssm_kernels, under a name made of everything that it
+depends on.
 """
 
 from __future__ import annotations
@@ -265,10 +266,11 @@ def threads(work: int) -> int:
     return 1 if work < 2**15 else torch.get_num_threads()
 
 
-def permutation(index: Tensor, op: str) -> Tensor:
-    """`index` as the kernels take it. Raises ValueError where it leaves its range, which would reach foreign memory."""
-    index = index.long().contiguous()
-    wrong = library().permute_wrong(ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index)))
-    if wrong >= 0:
-        raise ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {index[wrong].item()} in it")
-    return index
+def positions(index: Tensor) -> Tensor:
+    """`index` as the kernels take it."""
+    return index if index.dtype == torch.int64 and index.is_contiguous() else index.long().contiguous()
+
+
+def wrong_index(op: str, index: Tensor, position: int) -> ValueError:
+    """The error for an index that leaves its range: following it would reach foreign memory."""
+    return ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {int(index[position])} in it")

@@ -203,7 +203,7 @@ def test_the_name_depends_on_all_that_matters(monkeypatch, tmp_path):
                 with monkeypatch.context() as inner:
                     inner.setattr(cpp, name, tuple(paths))
                     keys.append(cpp._key())
-    assert len(set(keys)) == len(keys) == 7
+    assert len(set(keys)) == len(keys) == 9
 
 
 @pytest.mark.slow

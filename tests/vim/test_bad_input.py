@@ -37,6 +37,7 @@ CASES = {
     ("--model.img_size", "20"): "image height 20 is not covered by patches of 8 at stride 8",
     ("--model.num_classes", "3"): "model.num_classes is 3, the training data has 7 classes",
     ("--model.kwargs.patch_sise", "4"): "unexpected keyword argument 'patch_sise'",
+    ("--model.kwargs.num_classes", "3"): "model.kwargs.num_classes: set model.num_classes instead",
     ("--model.kwargs.norm", "batch"): "norm must be one of 'rms', 'layer', got 'batch'",
     (
         "--model.name",
@@ -66,6 +67,17 @@ def test_a_corrupt_image_is_named(workers, make_tree, tmp_path, run_train, run_p
     done = run_process("train.py", *arguments) if workers else run_train(*arguments)
     assert refused(done, f"{root}/train/b/2.png: cannot be read", "data.skip_corrupt skips and counts")
     assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_which_process_says_what(make_tree, tmp_path, run_train, tiny_args, monkeypatch):
+    """A bad configuration is said by rank 0 alone; a corrupt image by the one process that met it."""
+    root = make_tree(tmp_path / "images", dict.fromkeys("ab", 4), dict.fromkeys("ab", 2))
+    (root / "train/b/2.png").write_bytes(b"no image")
+    arguments = (*tiny_args, "--data.root", root, "--out", tmp_path / "run")
+    monkeypatch.setenv("RANK", "1")
+    assert refused(run_train(*arguments), f"{root}/train/b/2.png: cannot be read")
+    done = run_train(*arguments, "--slws.rate", "2")
+    assert (done.code, done.err) == (2, "")
 
 
 def test_corrupt_images_are_skipped_and_counted(make_tree, tmp_path, run_train, tiny_args):

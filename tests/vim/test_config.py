@@ -1,5 +1,6 @@
 """Configuration files and overrides: what is read, what is refused, and how the refusal reads."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +47,7 @@ COMMAND_LINES = {
     ("--optim.lr", ".inf"): "optim.lr must be finite, got inf",
     ("--optim.lr", ".nan"): "optim.lr must be finite, got nan",
     ("--optim.lr", "-1"): "optim.lr must be at least 0, got -1.0",
-    ("--optim.clip_grad", "-1"): "optim.clip_grad must be at least 0",
+    ("--optim.clip_grad", "0"): "optim.clip_grad must be above 0, or null for no clipping, got 0.0",
     ("--optim.layer_decay", "1.1"): "optim.layer_decay must lie in [0, 1], got 1.1",
     ("--optim.betas", "[0.9]"): "optim.betas must be two numbers in [0, 1), got [0.9]",
     ("--data.batch_size", "-4"): "data.batch_size must be at least 1, got -4",
@@ -159,3 +160,7 @@ def test_resume_with_another_configuration():
     config.check_resumable(same, saved, "run")
     with pytest.raises(UserError, match=r"run holds .*\(seed 0 -> 3, data\.mixup 0\.8 -> 0\.5\); choose another --out"):
         config.check_resumable(Config(seed=3, data=DataConfig(mixup=0.5)), saved, "run")
+    for dataset, free in (("hfds/x", True), ("wds/x", False)):
+        saved = asdict(Config(data=DataConfig(dataset=dataset)))
+        with nullcontext() if free else pytest.raises(UserError, match=r"\(data\.workers 8 -> 0\)"):
+            config.check_resumable(Config(data=DataConfig(dataset=dataset, workers=0)), saved, "run")

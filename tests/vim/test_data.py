@@ -298,3 +298,25 @@ def test_streams(shards, workers):
     fresh = loaders(cfg, classes=list("abcdefg"))
     assert equal(read(fresh, 1), whole)
     assert equal(read(fresh, 1, 3), whole[3:])
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 1), (2, 2), (3, 1)])
+def test_streams_evaluate_every_image_once_on_several_processes(shards, monkeypatch, size, workers):
+    """Also where the shards, 2 here, do not suffice for all loader processes."""
+    pytest.importorskip("webdataset", reason="webdataset is not installed; pip install webdataset to test streams")
+    cfg = named("wds/x", shards, "--data.workers", workers)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
+    seen = []
+    for rank in range(size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        made = loaders(cfg, World(CPU, rank, size), list("abcdefg"), evaluation=True)
+        seen += [image for images, _, _ in made.val for image in images]
+    assert len(seen) == 21 and len({image.numpy().tobytes() for image in seen}) == 21
+
+
+def test_a_stream_that_ends_early_is_an_error(shards):
+    """Five loader processes, four shards: one has nothing to give."""
+    pytest.importorskip("webdataset", reason="webdataset is not installed; pip install webdataset to test streams")
+    made = loaders(named("wds/x", shards, "--data.workers", 5), classes=list("abcdefg"))
+    assert re.fullmatch(r"data\.dataset: a process got 8 of 10 batches; .* \(now 5\) .*", error_of(made.start_epoch(0)))

@@ -114,6 +114,7 @@ REFUSED = {
     (): "--checkpoint FILE is missing",
     ("--checkpoint", "no.pt"): "no.pt: no such file",
     ("--checkpoint", "LAST", "--data.rot", "x"): "unknown key data.rot; did you mean data.root?",
+    ("--checkpoint", "LAST", "--weight", "raw"): "unknown key weight",
     ("--checkpoint", "LAST", "--data.root", "nowhere"): "data.root: no such folder: nowhere",
     ("--checkpoint", "LAST", "--family", "arm"): "says it is of family 'vim', not 'arm'",
     ("--checkpoint", "LAST", "--per_class", "nowhere/a.csv"): "there is no folder nowhere",

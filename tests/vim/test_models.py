@@ -333,6 +333,16 @@ def test_intermediates_of_a_shuffling_model_are_in_order():
         torch.testing.assert_close(a, b)
 
 
+def test_a_pruned_model_runs():
+    model = tiny().eval()
+    wanted = model.forward_intermediates(IMAGES, [1], intermediates_only=True)[0]
+    assert model.prune_intermediate_layers([1], prune_norm=True) == [1]
+    final, (found,) = model.forward_intermediates(IMAGES, [1])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(final[:, 1:].mT.reshape(wanted.shape), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(model.forward_features(IMAGES), final, rtol=0, atol=0)
+
+
 class Tokenwise(nn.Module):
     def forward(self, x, transposed=None):
         return x.square()

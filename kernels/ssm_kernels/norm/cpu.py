@@ -12,6 +12,7 @@ from ctypes import c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import cpp
 from . import reference
@@ -64,9 +65,19 @@ def _rows(x: Tensor | None) -> cpp.Rows:
     return cpp.Rows() if x is None else cpp.Rows(x.data_ptr(), x.stride(0), x.stride(1), cpp.DTYPES.index(x.dtype))
 
 
+def _checked(index: Tensor | None) -> Tensor | None:
+    if index is None:
+        return None
+    index = cpp.positions(index)
+    wrong = cpp.library().permute_wrong(c_void_p(index.data_ptr()), c_int64(len(index)))
+    if wrong >= 0:
+        raise cpp.wrong_index("add_norm", index, wrong)
+    return index
+
+
 def _call(like, stats, weight, index):
     """The call and what it holds addresses of."""
-    weight, index = cpp.table(weight), None if index is None else cpp.permutation(index, "add_norm")
+    weight, index = cpp.table(weight), _checked(index)
     call = _Call(*like.shape, cpp.threads(like.numel()), stats.shape[2] - 1)
     call.index, call.weight, call.stats = cpp.address(index), weight.data_ptr(), stats.data_ptr()
     return call, (weight, index)
@@ -116,6 +127,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _autograd(ctx, dnormed, dout, _dstats):
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     saved = ctx.saved_tensors  # read once: an activation checkpoint gives them out only once

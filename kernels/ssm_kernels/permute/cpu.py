@@ -5,11 +5,11 @@ Rows that are contiguous are read where they are, whatever the strides between t
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int64, c_void_p
+import math
+from ctypes import c_int64
 
 import torch
-from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import cpp
 from . import reference
@@ -27,45 +27,39 @@ def load(device: torch.device):
 
 
 def permute_rows(index, *tensors):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Permute.apply(index, *tensors)
     return tuple(torch.ops.ssm_kernels.cpu_permute_rows(index, tensors, False))
 
 
-class _Rows(ctypes.Structure):
-    """permute.cpp's Copy."""
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index, *tensors):
+        ctx.save_for_backward(index)
+        return tuple(torch.ops.ssm_kernels.cpu_permute_rows(index, tensors, False))
 
-    _fields_ = (
-        ("source", c_void_p),
-        ("target", c_void_p),
-        *((name, c_int64) for name in ("batch", "row", "bytes")),
-    )
-
-
-class _Call(ctypes.Structure):
-    """permute.cpp's Permute."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("b", "l", "tensors", "threads", "scatter")),
-        ("index", c_void_p),
-        ("copies", c_void_p),
-    )
-
-
-def _whole_rows(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() or x[:1, :1].is_contiguous() else x.contiguous()
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (index,) = ctx.saved_tensors
+        moved = iter(torch.ops.ssm_kernels.cpu_permute_rows(index, [g for g in grads if g is not None], True))
+        return None, *(None if g is None else next(moved) for g in grads)
 
 
 def _permute(index, tensors, inverse):
-    index, (b, length) = cpp.permutation(index, "permute_rows"), tensors[0].shape[:2]
-    tensors = [_whole_rows(x) for x in tensors]
-    out = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]
-    copies, work = (_Rows * len(out))(), 0
-    for copy, x, y in zip(copies, tensors, out, strict=True):
-        size = x.element_size()
-        copy.source, copy.target = x.data_ptr(), y.data_ptr()
-        copy.batch, copy.row, copy.bytes = x.stride(0) * size, x.stride(1) * size, x[:1, :1].numel() * size
-        work += b * length * copy.bytes // 4
-    call = _Call(b, length, len(out), cpp.threads(work), inverse, index.data_ptr(), ctypes.addressof(copies))
-    cpp.library().permute_rows(ctypes.byref(call))
+    index, (b, length) = cpp.positions(index), tensors[0].shape[:2]
+    out, rows, bytes_moved = [], [], 0
+    tensors = [x if x.is_contiguous() or x[:1, :1].is_contiguous() else x.contiguous() for x in tensors]
+    for x in tensors:
+        y, size = torch.empty(x.shape, dtype=x.dtype), x.element_size()
+        count = math.prod(x.shape[2:])
+        rows += x.data_ptr(), y.data_ptr(), x.stride(0) * size, x.stride(1) * size, count * size
+        bytes_moved += y.nbytes
+        out.append(y)
+    head = (b, length, len(out), cpp.threads(bytes_moved // 4), inverse, index.data_ptr())
+    wrong = cpp.library().permute_rows((c_int64 * (len(head) + len(rows)))(*head, *rows))
+    if wrong >= 0:
+        raise cpp.wrong_index("permute_rows", index, wrong)
     return out
 
 
@@ -73,18 +67,5 @@ def _fake(index, tensors, inverse):
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 
 
-def _setup_context(ctx, inputs, output):
-    index, _, ctx.inverse = inputs
-    ctx.save_for_backward(index)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grads):
-    known = [g for g in grads if g is not None]
-    moved = iter(torch.ops.ssm_kernels.cpu_permute_rows(*ctx.saved_tensors, known, not ctx.inverse) if known else ())
-    return None, [None if g is None else next(moved) for g in grads], None
-
-
 _lib.impl("cpu_permute_rows", _permute, "CPU")
 torch.library.register_fake("ssm_kernels::cpu_permute_rows", _fake, lib=_lib)
-torch.library.register_autograd("ssm_kernels::cpu_permute_rows", _backward, setup_context=_setup_context, lib=_lib)

@@ -68,11 +68,11 @@ def scan_again(
 ) -> Tensor:
     """An output to differentiate, of the scan that `scan_keeping` ran on the same inputs. Its values are undefined.
 
-    Where nothing was kept the scan runs again.
+    Where nothing was kept, or another backend has been chosen since, the scan runs again.
     """
     run = _op.resolve(u, None, size=A.shape[1])
     arguments = (u, delta, A, B, C, D, None, delta_bias, delta_softplus, reverse)
-    return run(*arguments) if kept is None else run.again(kept, *arguments)
+    return run(*arguments) if kept is None or not hasattr(run, "again") else run.again(kept, *arguments)
 
 
 def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
