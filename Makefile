@@ -9,7 +9,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[demo,plot,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[demo,plot,export,dev]'
 	touch $@
 
 demo: install
