@@ -17,7 +17,7 @@ EVERYTHING_RANDOM = (
     "--model.drop_path=0.2",
     "--data.repeats=2",
     "--data.workers=1",
-    "--train.epochs=6",
+    "--train.epochs=12",
     "--train.save_every_steps=2",
     "--train.accumulation=2",
 )
@@ -52,30 +52,35 @@ def assert_same_runs(one, two):
         assert_same(a, b, name)
 
 
+def kill_at_random(command, last, rng):
+    """Start the command and SIGKILL it a random moment after its start, or after one or two more checkpoints."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tinyrun.environment())
+    for line in process.stdout:
+        assert "is finished" not in line, "the run ended before it was killed ten times"
+        if line.startswith("global batch"):
+            break
+    for _ in range(rng.randint(0, 2)):
+        before = last.stat().st_mtime_ns if last.exists() else 0
+        while process.poll() is None and (not last.exists() or last.stat().st_mtime_ns == before):
+            time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.3))
+    assert process.poll() is None, "the run ended before it was killed ten times"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
 @pytest.mark.slow
 def test_ten_kills_at_random_moments(images, tmp_path):
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
-    start = time.monotonic()
     tinyrun.run(*tinyrun.arguments(images, unbroken, *EVERYTHING_RANDOM))
-    whole = time.monotonic() - start
-
-    rng, kills, epochs = random.Random(0), 0, set()
-    command = tinyrun.command(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM))
-    while kills < 10:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tinyrun.environment())
-        for line in process.stdout:
-            assert "is finished" not in line, "the run ended before it was killed ten times"
-            if line.startswith("global batch"):
-                break
-        time.sleep(rng.uniform(0, whole / 20))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        kills += 1
+    rng, moments = random.Random(0), set()
+    for _ in range(10):
+        kill_at_random(tinyrun.command(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM)), killed / "last.pt", rng)
         if (killed / "last.pt").exists():
             state = checkpoint.read(killed / "last.pt")["run"]
-            epochs.add((state["epoch"], state["batch"]))
-    assert len(epochs) > 1, "the kills hit nothing but the start"
+            moments.add((state["epoch"], state["batch"]))
+    assert len(moments) > 3, f"the kills left the run at {moments} only"
     tinyrun.run(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM))
     assert_same_runs(unbroken, killed)
     assert len(list(killed.glob(".*.tmp"))) <= 1
