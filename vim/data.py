@@ -14,7 +14,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from .images import EvalBatches, Images, TrainBatches, collate
+from .images import EvalBatches, Images, TrainBatches, collate, die_with_parent
 from .runtime import UserError, World, derive_seed
 from .schema import Config, DataConfig
 
@@ -160,7 +160,7 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     data, mode = config.data, MODES[config.model.in_chans]
     train_transform, val_transform, how = transforms(config, size, config.model.in_chans, cfg)
     eval_size = data.eval_batch_size or data.batch_size
-    workers = {"num_workers": data.workers, "persistent_workers": data.workers > 0}
+    workers = {"num_workers": data.workers, "persistent_workers": data.workers > 0, "worker_init_fn": die_with_parent}
     workers |= {"pin_memory": world.device.type == "cuda", "collate_fn": collate}
 
     def source(split: str, training: bool, batch_size: int):

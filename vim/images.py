@@ -6,8 +6,11 @@ same for any number of loader processes, for one process or several, and after a
 
 from __future__ import annotations
 
+import ctypes
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -80,6 +83,12 @@ class UnreadableImage(UserError):
 
     def __str__(self) -> str:
         return super().__str__().rstrip().rsplit("UnreadableImage: ", 1)[-1]
+
+
+def die_with_parent(worker: int) -> None:
+    """In a loader process: end when the training process is killed, where the system can (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # 1: PR_SET_PDEATHSIG
 
 
 def collate(samples: list) -> tuple[Tensor, Tensor, int]:
