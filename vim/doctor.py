@@ -52,12 +52,10 @@ def rows() -> list[tuple[str, str, str]]:
     for description, device in _devices():
         table.append(("device", description, ""))
         for op in OPS.values():
-            chosen = None
-            for name, reason in op.explain(device):
-                if reason is None:
-                    chosen = chosen or name
+            backends = op.explain(device)
+            chosen = next((name for name, reason in backends if reason is None), None)
             table.append((f"  {op.name}", chosen or "none", ""))
-            for name, reason in op.explain(device):
+            for name, reason in backends:
                 if name == chosen:
                     break
                 if "runs on" not in (reason or ""):
