@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import struct
@@ -31,6 +32,21 @@ class UserError(ValueError):
 
 class NonFinite(RuntimeError):
     """Training left the numbers: a loss or a weight is NaN or infinite. All ranks raise it together."""
+
+
+def at_least(low: float, **values: float | None) -> None:
+    """UserError for a value below `low` or infinite; the name is that of its key, with __ for the dot."""
+    for name, value in values.items():
+        if value is not None and not low <= value < math.inf:
+            wanted = f"at least {low}" if value < low else "finite"
+            raise UserError(f"{name.replace('__', '.')} must be {wanted}, got {value!r}")
+
+
+def within(low: float, high: float, **values: float | None) -> None:
+    """UserError for a value outside [low, high], named as in `at_least`."""
+    for name, value in values.items():
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{name.replace('__', '.')} must lie in [{low}, {high}], got {value!r}")
 
 
 @contextlib.contextmanager

@@ -7,20 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .runtime import UserError
-
-
-def _at_least(low: float, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not low <= value < math.inf:
-            wanted = f"at least {low}" if value < low else "finite"
-            raise UserError(f"{name.replace('__', '.')} must be {wanted}, got {value!r}")
-
-
-def _within(low: float, high: float, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not low <= value <= high:
-            raise UserError(f"{name.replace('__', '.')} must lie in [{low}, {high}], got {value!r}")
+from .runtime import UserError, at_least, within
 
 
 @dataclass
@@ -35,6 +22,7 @@ class ModelConfig:
         drop: dropout before the head.
         drop_path: stochastic depth of the last block; grows linearly from 0.
         grad_checkpointing: recompute activations in the backward pass to save memory.
+        head_std: standard deviation of the head's weights at the start; null: the model's own.
         kwargs: further arguments of the model, e.g. {init: published, dynamic_img_size: true}.
     """
 
@@ -45,20 +33,22 @@ class ModelConfig:
     drop: float = 0.0
     drop_path: float = 0.0
     grad_checkpointing: bool = False
+    head_std: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        _within(0, 1, model__drop=self.drop, model__drop_path=self.drop_path)
+        within(0, 1, model__drop=self.drop, model__drop_path=self.drop_path)
         if self.in_chans not in (1, 3, 4):
             raise UserError(f"model.in_chans must be 1, 3 or 4, got {self.in_chans}")
-        _at_least(1, model__num_classes=self.num_classes)
+        at_least(1, model__num_classes=self.num_classes)
+        at_least(0, model__head_std=self.head_std)
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
         for key in ("img_size", "in_chans", "num_classes"):  # the data and the head follow these
             if key in self.kwargs:
                 raise UserError(f"model.kwargs.{key}: set model.{key} instead")
         for side in self.img_size if isinstance(self.img_size, list) else [self.img_size]:
-            _at_least(1, model__img_size=side)
+            at_least(1, model__img_size=side)
 
 
 @dataclass
@@ -69,7 +59,7 @@ class DataConfig:
         root: an ImageFolder tree with train/ and val/, one folder per class in each; or the root of `dataset`.
         dataset: a timm dataset instead, e.g. hfds/imagenet-1k, torch/cifar10, wds/....
         train_split: folder or split to train on.
-        val_split: folder or split to evaluate on.
+        val_split: folder or split to evaluate on; null, with task distill: none.
         batch_size: images per process and step.
         eval_batch_size: null: batch_size.
         workers: loader processes per training process; results do not depend on it, but for wds/, tfds/ and hfids/.
@@ -84,6 +74,7 @@ class DataConfig:
         cutmix: alpha of CutMix, 0: off.
         smoothing: label smoothing.
         repeats: repeated augmentation, copies of each image per epoch (the epoch keeps its length); 1: off.
+        crops: augmentations of each training image, the same ones all along, by turns; null: new ones in each epoch.
         crop_pct: share of the resized image kept in evaluation; null: the model's.
         mean: of each channel, or one for all; null: the model's.
         std: of each channel, or one for all; null: the model's.
@@ -93,7 +84,7 @@ class DataConfig:
     root: str | None = None
     dataset: str | None = None
     train_split: str = "train"
-    val_split: str = "val"
+    val_split: str | None = "val"
     batch_size: int = 128
     eval_batch_size: int | None = None
     workers: int = 8
@@ -108,17 +99,18 @@ class DataConfig:
     cutmix: float = 1.0
     smoothing: float = 0.1
     repeats: int = 1
+    crops: int | None = None
     crop_pct: float | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
     skip_corrupt: bool = False
 
     def __post_init__(self):
-        _at_least(1, data__batch_size=self.batch_size, data__eval_batch_size=self.eval_batch_size)
-        _at_least(1, data__repeats=self.repeats)
-        _at_least(0, data__workers=self.workers, data__mixup=self.mixup, data__cutmix=self.cutmix)
-        _within(0, 1, data__hflip=self.hflip, data__erase=self.erase, data__smoothing=self.smoothing)
-        _at_least(0, data__color_jitter=self.color_jitter)
+        at_least(1, data__batch_size=self.batch_size, data__eval_batch_size=self.eval_batch_size)
+        at_least(1, data__repeats=self.repeats, data__crops=self.crops)
+        at_least(0, data__workers=self.workers, data__color_jitter=self.color_jitter)
+        at_least(0, data__mixup=self.mixup, data__cutmix=self.cutmix)
+        within(0, 1, data__hflip=self.hflip, data__erase=self.erase, data__smoothing=self.smoothing)
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise UserError(f"data.crop_pct must be above 0 and at most 1, got {self.crop_pct}")
         if self.std is not None and not all(0 < s < math.inf for s in self.std):
@@ -163,13 +155,12 @@ class OptimConfig:
     layer_decay: float | None = None
 
     def __post_init__(self):
-        _at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
-        _at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay)
-        _at_least(1, optim__lr_batch=self.lr_batch)
-        _at_least(0, optim__eps=self.eps)
+        at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
+        at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay, optim__eps=self.eps)
+        at_least(1, optim__lr_batch=self.lr_batch)
         if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
             raise UserError(f"optim.clip_grad must be above 0, or null for no clipping, got {self.clip_grad}")
-        _within(0, 1, optim__layer_decay=self.layer_decay)
+        within(0, 1, optim__layer_decay=self.layer_decay)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")
 
@@ -213,10 +204,10 @@ class TrainConfig:
     require_kernels: bool = False
 
     def __post_init__(self):
-        _at_least(1, train__epochs=self.epochs, train__accumulation=self.accumulation)
-        _at_least(1, train__eval_every=self.eval_every, train__log_every=self.log_every)
-        _at_least(1, train__save_every_steps=self.save_every_steps, train__threads=self.threads)
-        _within(0, 1, train__ema_decay=self.ema_decay)
+        at_least(1, train__epochs=self.epochs, train__accumulation=self.accumulation)
+        at_least(1, train__eval_every=self.eval_every, train__log_every=self.log_every)
+        at_least(1, train__save_every_steps=self.save_every_steps, train__threads=self.threads)
+        within(0, 1, train__ema_decay=self.ema_decay)
         if not re.fullmatch(r"auto|[a-z]+(:\d+)?", self.device):
             raise UserError(f"train.device must be auto, cpu, cuda, cuda:1, mps or the like, got {self.device!r}")
 
@@ -232,12 +223,55 @@ class SlwsConfig:
     rate: float = 0.0
 
     def __post_init__(self):
-        _within(0, 1, slws__rate=self.rate)
+        within(0, 1, slws__rate=self.rate)
 
 
 @dataclass
 class DistillConfig:
-    """Masked feature distillation."""
+    """Masked feature distillation: a student that sees part of an image predicts a teacher's features of all of it.
+
+    Args:
+        teacher: a timm ViT with its public weights, a folder of a Hugging Face CLIP, or train.py's checkpoint of a ViT.
+        teacher_weights: a file of weights for a timm name, instead of the public ones.
+        teacher_precision: dtype of the teacher's weights and of its forward pass.
+        target: patch tokens as the teacher's last layer gives them, or after its last norm and projection.
+        normalize: whiten (layer norm without weights), l2 (unit length), batch (each channel over the batch), none.
+        mask: keep patches with probabilities from the teacher's class attention, or all alike (random).
+        mask_ratio: share of the patches that the student does not see.
+        sort_visible: the patches the student sees in raster order; false: in the order drawn, as published.
+        loss: smooth_l1 (beta 1), l1 or l2, mean over channels; or cosine, 2 - 2 cos.
+        loss_on: the patches it is averaged over.
+        decoder_width: of the ViT blocks that fill in what is masked.
+        decoder_depth: their number; 0: one linear layer instead, for loss_on visible.
+        decoder_heads: theirs.
+        init: xavier in every linear layer with zero biases, but for dt_proj (mamba) or there too (published).
+        cache: a folder for the teacher's features, kept from epoch to epoch; needs data.crops.
+    """
+
+    teacher: str = "vit_large_patch14_clip_quickgelu_224.openai"
+    teacher_weights: str | None = None
+    teacher_precision: Literal["fp32", "bf16"] = "fp32"
+    target: Literal["tokens", "projected"] = "tokens"
+    normalize: Literal["whiten", "l2", "batch", "none"] = "whiten"
+    mask: Literal["attention", "random"] = "attention"
+    mask_ratio: float = 0.6
+    sort_visible: bool = False
+    loss: Literal["smooth_l1", "l1", "l2", "cosine"] = "smooth_l1"
+    loss_on: Literal["all", "masked", "visible"] = "all"
+    decoder_width: int = 512
+    decoder_depth: int = 4
+    decoder_heads: int = 16
+    init: Literal["mamba", "published"] = "mamba"
+    cache: str | None = None
+
+    def __post_init__(self):
+        within(0, 1, distill__mask_ratio=self.mask_ratio)
+        at_least(1, distill__decoder_width=self.decoder_width, distill__decoder_heads=self.decoder_heads)
+        at_least(0, distill__decoder_depth=self.decoder_depth)
+        if self.decoder_width % self.decoder_heads:
+            raise UserError(f"distill.decoder_width {self.decoder_width} must divide by decoder_heads")
+        if self.decoder_depth == 0 and self.loss_on != "visible":
+            raise UserError("distill.decoder_depth 0 predicts visible patches only: set distill.loss_on to visible")
 
 
 @dataclass
@@ -261,7 +295,7 @@ class Config:
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self):
-        _within(0, 2**62, seed=self.seed)
+        within(0, 2**62, seed=self.seed)
         channels = self.model.in_chans
         for name, values in (("mean", self.data.mean), ("std", self.data.std)):
             if values is not None and len(values) not in (1, 3, channels):
