@@ -30,10 +30,12 @@ def main(argv: list[str] | None = None) -> None:
     # The file says how it was trained; the command line may say otherwise.
     meta, trained = checkpoint.read_config(args.checkpoint)
     cfg = config.load(trained, overrides, "eval.py")
+    if cfg.task != "classify":
+        raise UserError(f"{args.checkpoint} is of task {cfg.task}, without a head: fine-tune it with train.init_from")
     classes = meta.get("classes")
     found = data.check_sources(cfg, evaluation=True)
     if classes is None:
-        classes = tasks.resolve_classes(cfg, found, None if found else data.count_classes(cfg))
+        classes = tasks.resolve_classes(cfg, found)
 
     world = runtime.start(cfg.train.device, cfg.train.threads)
     runtime.setup_log(world.main)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from vim import checkpoint, config, convert, data, engine, plots, runtime, tasks
+from vim import checkpoint, config, convert, data, engine, runtime, tasks
 from vim.record import Progress, Record
 from vim.run import Run, build_run
 from vim.runtime import UserError, log
@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     # Parse, and refuse what cannot work before anything is built or read.
     cfg = config.parse(argv, "train.py")
     out = Path(cfg.out)
+    tasks.check(cfg)
     classes = data.check_sources(cfg)
     saved = checkpoint.read_run(out / "last.pt") if (out / "last.pt").exists() else None
     if saved is not None:
@@ -33,17 +34,16 @@ def main(argv: list[str] | None = None) -> None:
     tasks.check_kernels(cfg, world)
     runtime.seed_everything(runtime.derive_seed(cfg.seed))
 
-    # Build: the model with a head for the data's classes, the loaders, the task, the run.
-    classes = tasks.resolve_classes(cfg, classes, None if classes else data.count_classes(cfg))
+    # Build: the model with a head for the data's classes, the loaders, the task around it, the run.
+    classes = tasks.resolve_classes(cfg, classes)
     model = tasks.build_model(cfg, len(classes))
+    loaders = data.build(cfg, world, tasks.input_size(cfg, model), model.pretrained_cfg, classes)
+    task = tasks.build_task(cfg, model, loaders, world)
     if cfg.train.init_from and saved is None:
         stride = cfg.train.init_resize_stride
         log.info("%s", convert.load_weights(model, cfg.train.init_from, cfg.train.init_family, resize_stride=stride))
     meta = tasks.describe(model, cfg, classes)
-    model.to(world.device)
-    loaders = data.build(cfg, world, tasks.input_size(cfg, model), model.pretrained_cfg, classes)
-    loss_of = tasks.build_task(cfg, len(classes))
-    run = build_run(model, cfg, world, len(loaders.train))
+    run = build_run(task.model.to(world.device), cfg, world, len(loaders.train))
 
     # Resume where the last checkpoint left off, or start the run directory.
     if saved is not None:
@@ -54,14 +54,14 @@ def main(argv: list[str] | None = None) -> None:
         (out / "config.yaml").write_text(config.dump(cfg))
     del saved  # weights, average and optimizer once more, in the memory of every process
     if run.epoch >= cfg.train.epochs:
-        log.info("%s is finished: best top-1 %.2f %%; nothing to do", out, run.best)
+        log.info("%s is finished: %s; nothing to do", out, task.summary(run.best))
         return
     about = {"format": checkpoint.FORMAT, "meta": meta, "config": asdict(cfg)}
-    train(cfg, out, run, loaders, loss_of, about)
-    log.info("finished: best top-1 %.2f %%; last.pt, best.pt, metrics.jsonl and curves.png are in %s", run.best, out)
+    train(cfg, out, run, loaders, task, about)
+    log.info("finished: %s; last.pt, best.pt, metrics.jsonl and curves.png are in %s", task.summary(run.best), out)
 
 
-def train(cfg: Config, out: Path, run: Run, loaders: data.Data, loss_of: tasks.Classify, about: dict) -> None:
+def train(cfg: Config, out: Path, run: Run, loaders: data.Data, task: tasks.Task, about: dict) -> None:
     """The rest of the run, from run.epoch and run.batch on. `about` is what every checkpoint says of itself."""
     record = Record(out, run.world.main, run.epoch)
 
@@ -73,19 +73,20 @@ def train(cfg: Config, out: Path, run: Run, loaders: data.Data, loss_of: tasks.C
         # Train for one epoch, or for the rest of the one that was interrupted.
         progress = Progress(run, cfg, len(loaders.train))
         loader = loaders.start_epoch(epoch, run.batch)
-        engine.train_epoch(run, loss_of, loader, cfg, progress.show, lambda: save("last.pt", run.state_dict()))
+        engine.train_epoch(run, task, loader, cfg, progress.show, lambda: save("last.pt", run.state_dict()))
         progress.close()
         loss_sum, skipped = run.totals()
         row = {"epoch": epoch + 1, "updates": run.updates, "lr": run.lr}
         row |= {"train_loss": loss_sum / (len(loaders.train) * run.world.size), "train_skipped": skipped}
 
         # Evaluate the raw and the averaged weights; keep the better ones where they are the best so far.
-        if (epoch + 1) % cfg.train.eval_every == 0 or epoch + 1 == cfg.train.epochs:
-            scores, weights, kind = engine.score(run, loaders.val, cfg.train.precision)
+        due = (epoch + 1) % cfg.train.eval_every == 0 or epoch + 1 == cfg.train.epochs
+        if due and loaders.val is not None:
+            scores, weights, kind = engine.score(run, lambda m: task.evaluate(m, loaders.val), task.metric, task.sign)
             row |= scores
-            top1 = row["ema_top1" if kind == "ema" else "top1"]
-            if top1 > run.best:
-                run.best = top1
+            result = task.sign * row[f"ema_{task.metric}" if kind == "ema" else task.metric]
+            if result > run.best:
+                run.best = result
                 meta = about["meta"] | {"weights": kind}
                 save("best.pt", {"meta": meta, "metrics": row, "model": weights.state_dict()})
 
@@ -94,7 +95,7 @@ def train(cfg: Config, out: Path, run: Run, loaders: data.Data, loss_of: tasks.C
         run.begin_epoch(epoch + 1)
         save("last.pt", run.state_dict())
         if run.world.main:
-            plots.curves(out)
+            task.draw(out)
     record.close()
 
 

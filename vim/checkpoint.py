@@ -217,10 +217,12 @@ def unwrap(found: dict, use_ema: bool) -> dict[str, Tensor]:
 
 
 def strip_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the prefixes that DDP and torch.compile put in front."""
+    """Names without the prefixes that DDP, torch.compile and masked pretraining put in front."""
     out = {}
     for name, tensor in weights.items():
         while name.startswith(PREFIXES):
             name = name.split(".", 1)[1]
         out[name] = tensor
+    if all(name.startswith(("encoder.", "decoder.")) for name in out):
+        out = {name.removeprefix("encoder."): tensor for name, tensor in out.items()}
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +25,10 @@ KINDS = ("torch", "hfds", "hfids", "tfds", "wds")
 
 @dataclass
 class Data:
-    """What a task trains and evaluates on. `train` is None for an evaluation."""
+    """What a task trains and evaluates on. `train` is None for an evaluation, `val` where data.val_split is null."""
 
     train: DataLoader | Stream | None
-    val: DataLoader
+    val: DataLoader | Stream | None
     classes: list[str]
     preprocess: dict[str, Any] = field(default_factory=dict)
 
@@ -57,6 +58,17 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
+def images_under(folder: Path) -> list[tuple[str, int]]:
+    """All images in `folder` and the folders in it, sorted, as one class. Raises UserError where there are none."""
+    if not folder.is_dir():
+        raise UserError(f"data.root: {folder} is missing (a folder of images; data.val_split null: no evaluation)")
+    paths = (os.path.join(where, name) for where, _, names in os.walk(folder, followlinks=True) for name in names)
+    found = sorted(path for path in paths if path.lower().endswith(IMG_EXTENSIONS))
+    if not found:
+        raise UserError(f"data.root: {folder} holds no images")
+    return [(path, 0) for path in found]
+
+
 def _folder(config: DataConfig, split: str, classes: list[str]) -> list[tuple[str, int]]:
     folder = Path(config.root) / split
     found = class_folders(folder)
@@ -71,7 +83,8 @@ def _folder(config: DataConfig, split: str, classes: list[str]) -> list[tuple[st
 def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
     """Class names of a folder data set, or None for a named one; errors before any image is read.
 
-    Raises UserError for missing folders, empty classes, and classes of val/ that train/ lacks.
+    Raises UserError for missing folders, empty classes, and classes of val/ that train/ lacks. Distillation needs no
+    classes: any tree of images will do.
     """
     data = config.data
     if data.dataset:
@@ -80,6 +93,10 @@ def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
         raise UserError("data.root: name a folder with train/ and val/, or a timm data set in data.dataset")
     if not Path(data.root).is_dir():
         raise UserError(f"data.root: no such folder: {data.root}")
+    if config.task == "distill":
+        for split in filter(None, (data.train_split, data.val_split)):
+            images_under(Path(data.root) / split)
+        return []
     if evaluation:
         return class_folders(Path(data.root) / data.val_split)
     classes = class_folders(Path(data.root) / data.train_split)
@@ -166,10 +183,14 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     def source(split: str, training: bool, batch_size: int):
         if data.dataset:
             return _named(data, split, training, batch_size, mode, config.seed)
+        if config.task == "distill":
+            return images_under(Path(data.root) / split)
         return _folder(data, split, classes)
 
-    val = source(data.val_split, False, eval_size)
-    if isinstance(val, IterableDataset):
+    val = source(data.val_split, False, eval_size) if data.val_split else None
+    if val is None:
+        val_loader = None
+    elif isinstance(val, IterableDataset):
         val.transform = val_transform
         val_loader = Stream(val, eval_size, data.workers, world, config.seed)
     else:
@@ -182,7 +203,9 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
         train.transform = train_transform
         return Data(Stream(train, data.batch_size, data.workers, world, config.seed, True), val_loader, classes, how)
     _check_same_classes(config, train, val)
-    images = Images(train, train_transform, mode, config.seed, data.skip_corrupt, replace=True)
+    images = Images(
+        train, train_transform, mode, config.seed, data.skip_corrupt, True, data.crops, rows=config.task == "distill"
+    )
     batches = TrainBatches(len(train), data.batch_size, world, config.seed, data.repeats)
     if not len(batches):
         raise UserError(

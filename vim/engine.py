@@ -15,6 +15,7 @@ from .run import Run
 from .runtime import NonFinite, UserError, World, derive_seed, seed_everything
 from .schema import Config, TrainConfig
 
+NO_IMAGES = "the evaluation set holds no readable image"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -94,16 +95,41 @@ def train_epoch(
     watch.check(weights=True)
 
 
-def score(run: Run, loader, precision: str) -> tuple[dict[str, Any], nn.Module, str]:
-    """Scores of the raw and, prefixed `ema_`, the averaged weights; the model with the better top-1, and its kind."""
+def score(
+    run: Run, evaluate: Callable[[nn.Module], dict[str, Any]], metric: str, sign: int
+) -> tuple[dict[str, Any], nn.Module, str]:
+    """Scores of the raw and, prefixed `ema_`, of the averaged weights; the model whose sign * metric is greater, and
+    its kind.
+    """
     run.world.share_buffers(run.model)
-    row = evaluate(run.model, loader, run.world, precision)
+    row = evaluate(run.model)
     if run.ema is None:
         return row, run.model, "raw"
     run.world.share_buffers(run.ema.module)
-    averaged = evaluate(run.ema.module, loader, run.world, precision)
-    row |= {f"ema_{name}": averaged[name] for name in ("top1", "top5", "loss")}
-    return (row, run.ema.module, "ema") if averaged["top1"] >= row["top1"] else (row, run.model, "raw")
+    averaged = evaluate(run.ema.module)
+    row |= {f"ema_{name}": value for name, value in averaged.items() if name not in ("images", "skipped")}
+    better = sign * averaged[metric] >= sign * row[metric]
+    return (row, run.ema.module, "ema") if better else (row, run.model, "raw")
+
+
+@torch.inference_mode()
+def average(
+    model: nn.Module, score: Callable[[Tensor], tuple[Tensor, ...]], names: tuple[str, ...], loader, world: World
+) -> dict[str, Any]:
+    """Means over all images of all processes of what `score(images)` returns, one (b,) per name; images, skipped."""
+    model.eval()
+    totals = torch.zeros(2 + len(names), dtype=world.wide, device=world.device)  # images, skipped, the sums
+    for images, _, skipped in loader:
+        totals[1] += skipped
+        if len(images):
+            totals[0] += len(images)
+            scores = score(images.to(world.device, non_blocking=True))
+            totals[2:] += torch.stack([s.to(world.wide).sum() for s in scores])
+    images, skipped, *sums = world.sum(totals).tolist()
+    if not images:
+        raise UserError(NO_IMAGES)
+    means = {name: value / images for name, value in zip(names, sums, strict=True)}
+    return means | {"images": int(images), "skipped": int(skipped)}
 
 
 @torch.inference_mode()
@@ -135,7 +161,7 @@ def evaluate(model: nn.Module, loader, world: World, precision: str, confusion: 
     world.sum(loss_sum)
     images = int(counts[0])
     if not images:
-        raise UserError("the evaluation set holds no readable image")
+        raise UserError(NO_IMAGES)
     scores = {
         "top1": 100 * int(counts[1]) / images,
         "top5": 100 * int(counts[2]) / images,

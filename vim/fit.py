@@ -36,16 +36,23 @@ class Report:
 
 
 def pretraining(model: VisionMamba, weights, report: Report) -> None:
-    """Weights of masked pretraining: an encoder without head, whose final `norm` is not the model's `norm_f`.
+    """Weights of masked pretraining: an encoder without a head, and a decoder, which stays behind.
 
-    The published fine-tuning starts `norm_f` and the head fresh and leaves the decoder behind (arXiv 2408.17081).
+    The encoder of this package's own pretraining ends in norm_f, which is loaded. The published one ends in `norm`; its
+    fine-tuning starts `norm_f` fresh (arXiv 2408.17081), and so it is done here.
     """
-    if "norm.weight" not in weights or "norm_f.weight" in weights:
+    published = "norm.weight" in weights and "norm_f.weight" not in weights
+    if not published and not any(name.startswith("decoder.") for name in weights):
         return
-    for name in [name for name in weights if name.startswith(PRETRAINING_ONLY)]:
-        del weights[name]
-        report.dropped.append(f"{name} (of pretraining)")
-    report.fresh |= {name for name in model.state_dict() if name.startswith(("norm_f.", "head."))} - weights.keys()
+    for kind in PRETRAINING_ONLY:
+        names = [name for name in weights if name.startswith(kind)]
+        for name in names:
+            del weights[name]
+        if names:
+            listed = ", ".join(names) if kind == "norm." else f"{len(names)} tensors {kind}*"
+            report.dropped.append(f"{listed} (of pretraining)")
+    fresh = ("head.", "norm_f.") if published else ("head.",)
+    report.fresh |= {name for name in model.state_dict() if name.startswith(fresh)} - weights.keys()
 
 
 def directions(model: VisionMamba, weights, report: Report) -> bool:

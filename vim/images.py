@@ -7,10 +7,12 @@ same for any number of loader processes, for one process or several, and after a
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -26,14 +28,26 @@ class Images(Dataset):
 
     `source` is a list of (path, class) or a data set of (PIL image, class). With `skip_corrupt` an unreadable image
     becomes None, or, with `replace`, the next readable one; without it, it is an error that names the file.
+    With `crops` an image has that many augmentations, seeded from (seed, epoch % crops, index). With `rows` the number
+    of the image's augmentation, index * crops + epoch % crops, takes the class's place.
     """
 
-    def __init__(self, source, transform, mode: str, seed: int, skip_corrupt: bool = False, replace: bool = False):
+    def __init__(self, source, transform, mode, seed, skip_corrupt=False, replace=False, crops=None, rows=False):
         self.source, self.transform, self.mode = source, transform, mode
         self.seed, self.skip_corrupt, self.replace = seed, skip_corrupt, replace
+        self.crops, self.rows = crops, rows
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def fingerprint(self) -> str:
+        """Of which images these are: their number, and the names of those that are files."""
+        digest = blake2b(digest_size=8)
+        if isinstance(self.source, list):
+            root = os.path.commonpath([path for path, _ in self.source])
+            for path, _ in self.source:
+                digest.update(os.path.relpath(path, root).encode() + b"\0")
+        return f"{len(self)} {digest.hexdigest()}"
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
         if isinstance(self.source, list):
@@ -54,17 +68,20 @@ class Images(Dataset):
         return named(index) if named else f"image {index}"
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, int, int] | None:
-        epoch, place, index = key
+        epoch, place, first = key
         for skipped in range(len(self)):
+            index = (first + skipped) % len(self)
             try:
-                image, target = self._read((index + skipped) % len(self))
+                image, target = self._read(index)
             except Exception as error:  # decoders raise nearly anything
                 if not self.skip_corrupt:
                     raise UnreadableImage.of(self._name(index), error) from error
                 if not self.replace:
                     return None
                 continue
-            seed = derive_seed(self.seed, epoch, place)
+            crop = epoch % self.crops if self.crops else 0
+            seed = derive_seed(self.seed, crop, index) if self.crops else derive_seed(self.seed, epoch, place)
+            target = index * (self.crops or 1) + crop if self.rows else target
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)

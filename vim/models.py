@@ -161,9 +161,8 @@ class VisionMamba(TimmInterface):
         old = old or self.patch_embed.grid_size
         return resample_abs_pos_embed(self.pos_embed, list(grid), list(old), num_prefix_tokens=self.num_prefix_tokens)
 
-    def _plan(self, grid: tuple[int, int], device) -> tuple[list[Step], Tensor | None]:
+    def _plan(self, patches: int, grid: tuple[int, int], device) -> tuple[list[Step], Tensor | None]:
         """Every layer's step, its shuffle drawn now, and the column-major order where four directions need it."""
-        patches = grid[0] * grid[1]
         places = prefix_positions(patches, self.cls_position, self.num_registers)
         order = sequence_order(patches, places, device)
         columns = column_order(grid, order, len(places), device) if self.directions == 4 else None
@@ -185,7 +184,7 @@ class VisionMamba(TimmInterface):
 
     def _through_layers(self, x, grid, layers, taken=()):
         """Tokens through the first `layers` blocks: (x, residual, how they lie, {i: tokens after block i, native})."""
-        steps, columns = self._plan(grid, x.device)
+        steps, columns = self._plan(x.shape[1] - self.num_prefix_tokens, grid, x.device)
         residual, stored, kept = None, None, {}
         for i, (layer, step) in enumerate(zip(self.layers[:layers], steps, strict=False)):
             args = (x, residual, step.index, columns)
@@ -204,6 +203,20 @@ class VisionMamba(TimmInterface):
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> normalised tokens (b, prefix + patches, d), prefix tokens first."""
         x, residual, stored, _ = self._through_layers(*self._embed(x), len(self.layers))
+        return self._final_norm(x, residual, stored)
+
+    def forward_visible(self, x: Tensor, kept: Tensor) -> Tensor:
+        """Images and the patches to see, (b, k) int64 -> normalised tokens (b, prefix + k, d), patches in kept's order.
+
+        The layers scan those tokens alone, each with its position in the whole image. Raises ValueError with four
+        directions, which scan a whole grid.
+        """
+        if self.directions == 4:
+            raise ValueError("four directions scan a whole patch grid: a masked image needs directions=2 or 1")
+        x, grid = self._embed(x)
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        seen = patches.gather(1, kept[..., None].expand(-1, -1, self.embed_dim))
+        x, residual, stored, _ = self._through_layers(torch.cat([prefix, seen], 1), grid, len(self.layers))
         return self._final_norm(x, residual, stored)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

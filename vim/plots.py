@@ -6,7 +6,8 @@ import csv
 import json
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def _pyplot():
@@ -27,12 +28,14 @@ def curves(out: str | Path) -> Path | None:
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     if plt is None or not rows:
         return None
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     panels = (
         ("loss", {"train_loss": "train", "loss": "val", "ema_loss": "val, EMA"}),
         ("top-1, %", {"top1": "val", "ema_top1": "val, EMA"}),
+        ("cosine with the teacher", {"cosine": "val", "ema_cosine": "val, EMA"}),
         ("learning rate", {"lr": "lr"}),
     )
+    panels = [panel for panel in panels if any(key in row for key in panel[1] for row in rows)]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), layout="constrained")
     for axis, (title, keys) in zip(axes, panels, strict=True):
         for key, label in keys.items():
             points = [(row["epoch"], row[key]) for row in rows if row.get(key) is not None]
@@ -46,6 +49,38 @@ def curves(out: str | Path) -> Path | None:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def distillation(images: Tensor, kept: Tensor, cosine: Tensor, grid, look: dict, path: str | Path) -> Path | None:
+    """For each image a column: the image, what the student saw of it, and how near its prediction is to the teacher.
+
+    images (m, c, h, w), normalised with look's mean and std; kept (m, k) patch numbers; cosine (m, rows * columns).
+    """
+    plt = _pyplot()
+    if plt is None:
+        return None
+    mean, std = (torch.tensor(look[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    pictures = (images * std + mean).clamp(0, 1)[:, :3].movedim(1, -1)
+    if pictures.shape[-1] == 1:
+        pictures = pictures.expand(*pictures.shape[:3], 3)
+    maps = cosine.unflatten(1, grid)
+    visible = torch.zeros_like(cosine).scatter(1, kept, 1).unflatten(1, grid)
+    share = nn.functional.interpolate(visible[:, None], pictures.shape[1:3], mode="nearest")[:, 0, ..., None]
+    columns = len(images)
+    figure, axes = plt.subplots(3, columns, figsize=(1.5 * columns + 0.8, 4.8), layout="constrained", squeeze=False)
+    for column in range(columns):
+        axes[0, column].imshow(pictures[column])
+        axes[1, column].imshow(pictures[column] * share[column] + 0.5 * (1 - share[column]))
+        drawn = axes[2, column].imshow(maps[column], vmin=0, vmax=1, cmap="magma")
+        axes[2, column].set_title(f"{maps[column].mean():.2f}", fontsize=9)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, label in zip(axes[:, 0], ("image", "seen", "cosine"), strict=True):
+        axis.set_ylabel(label)
+    figure.colorbar(drawn, ax=axes[2].tolist(), shrink=0.9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return Path(path)
 
 
 def confusion(table: Tensor, classes: list[str], path: str | Path) -> Path | None:

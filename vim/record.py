@@ -20,7 +20,7 @@ from .run import Run
 from .runtime import log
 from .schema import Config
 
-SHOWN = ("lr", "train_loss", "top1", "ema_top1", "loss", "ema_loss")
+SHOWN = ("lr", "train_loss", "top1", "ema_top1", "loss", "ema_loss", "cosine")
 
 
 class Record:

@@ -66,7 +66,7 @@ class Run:
     epoch: int = 0
     batch: int = 0  # of this epoch, already done
     updates: int = 0
-    best: float = -1.0
+    best: float = -math.inf
     skipped: int = 0  # unreadable images of this epoch
     loss_sum: Tensor = field(init=False)
 
@@ -158,8 +158,9 @@ def build_run(model: nn.Module, config: Config, world: World, batches: int) -> R
     run.begin_epoch(0)
     if config.optim.warmup_epochs >= train.epochs:
         log.warning("optim.warmup_epochs %g of %d: lr stays below optim.lr", config.optim.warmup_epochs, train.epochs)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    millions = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    what = f"{model.num_classes} classes" if model.num_classes else config.task
     where = f"{world.device} x {world.size}, {train.precision}"
-    log.info("%s: %.2fM parameters, %d classes, %s", config.model.name, millions, model.num_classes, where)
+    log.info("%s: %.2fM parameters, %s, %s", config.model.name, millions, what, where)
     log.info("global batch %d, effective lr %.3g, %d updates per epoch", global_batch, lr, updates)
     return run

@@ -296,6 +296,8 @@ class Config:
 
     def __post_init__(self):
         within(0, 2**62, seed=self.seed)
+        if self.data.val_split is None and self.task == "classify":
+            raise UserError("data.val_split is null: only task distill trains without evaluation images")
         channels = self.model.in_chans
         for name, values in (("mean", self.data.mean), ("std", self.data.std)):
             if values is not None and len(values) not in (1, 3, channels):
