@@ -85,7 +85,8 @@ def close(a, b, atol=1e-5):
 
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu"])
 @pytest.mark.parametrize(
-    "native, grid, size", [(4, (4, 4), (16, 16)), (4, (3, 3), (12, 12)), (16, (14, 14), (30, 30)), (4, (3, 5), (16, 16))]
+    "native, grid, size",
+    [(4, (4, 4), (16, 16)), (4, (3, 3), (12, 12)), (16, (14, 14), (30, 30)), (4, (3, 5), (16, 16))],
 )
 def test_equals_transformers_clip(tmp_path, act, native, grid, size):
     theirs = hf(tmp_path, size=native * 4, hidden_act=act)
