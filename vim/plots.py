@@ -63,14 +63,15 @@ def distillation(images: Tensor, kept: Tensor, cosine: Tensor, grid, look: dict,
     pictures = (images * std + mean).clamp(0, 1)[:, :3].movedim(1, -1)
     if pictures.shape[-1] == 1:
         pictures = pictures.expand(*pictures.shape[:3], 3)
-    maps = cosine.unflatten(1, grid)
+    maps = cosine.unflatten(1, grid).numpy()
     visible = torch.zeros_like(cosine).scatter(1, kept, 1).unflatten(1, grid)
     share = nn.functional.interpolate(visible[:, None], pictures.shape[1:3], mode="nearest")[:, 0, ..., None]
+    seen = (pictures * share + 0.5 * (1 - share)).numpy()
     columns = len(images)
     figure, axes = plt.subplots(3, columns, figsize=(1.5 * columns + 0.8, 4.8), layout="constrained", squeeze=False)
     for column in range(columns):
-        axes[0, column].imshow(pictures[column])
-        axes[1, column].imshow(pictures[column] * share[column] + 0.5 * (1 - share[column]))
+        axes[0, column].imshow(pictures[column].numpy())
+        axes[1, column].imshow(seen[column])
         drawn = axes[2, column].imshow(maps[column], vmin=0, vmax=1, cmap="magma")
         axes[2, column].set_title(f"{maps[column].mean():.2f}", fontsize=9)
     for axis in axes.flat:

@@ -1,9 +1,6 @@
 """A killed run ends as the unbroken one: weights, average, optimizer and metrics bit for bit."""
 
 import random
-import signal
-import subprocess
-import time
 
 import pytest
 import tinyrun
@@ -28,61 +25,21 @@ def images(tmp_path_factory):
     return tinyrun.image_tree(tmp_path_factory.mktemp("images"), train=80)
 
 
-def assert_same(a, b, where=""):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}.{i}")
-    else:
-        assert a == b, where
-
-
-def assert_same_runs(one, two):
-    assert (one / "metrics.jsonl").read_bytes() == (two / "metrics.jsonl").read_bytes()
-    for name in ("last.pt", "best.pt"):
-        a, b = checkpoint.read(one / name), checkpoint.read(two / name)
-        for state in (a, b):
-            state["config"].pop("out")
-        assert_same(a, b, name)
-
-
-def kill_at_random(command, last, rng):
-    """Start the command and SIGKILL it a random moment after its start, or after one or two more checkpoints."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tinyrun.environment())
-    for line in process.stdout:
-        assert "is finished" not in line, "the run ended before it was killed ten times"
-        if line.startswith("global batch"):
-            break
-    for _ in range(rng.randint(0, 2)):
-        before = last.stat().st_mtime_ns if last.exists() else 0
-        while process.poll() is None and (not last.exists() or last.stat().st_mtime_ns == before):
-            time.sleep(0.002)
-    time.sleep(rng.uniform(0, 0.3))
-    assert process.poll() is None, "the run ended before it was killed ten times"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-
-
 @pytest.mark.slow
 def test_ten_kills_at_random_moments(images, tmp_path):
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     tinyrun.run(*tinyrun.arguments(images, unbroken, *EVERYTHING_RANDOM))
     rng, moments = random.Random(0), set()
     for _ in range(10):
-        kill_at_random(tinyrun.command(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM)), killed / "last.pt", rng)
+        tinyrun.kill_at_random(
+            tinyrun.command(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM)), killed / "last.pt", rng
+        )
         if (killed / "last.pt").exists():
             state = checkpoint.read(killed / "last.pt")["run"]
             moments.add((state["epoch"], state["batch"]))
     assert len(moments) > 3, f"the kills left the run at {moments} only"
     tinyrun.run(*tinyrun.arguments(images, killed, *EVERYTHING_RANDOM))
-    assert_same_runs(unbroken, killed)
+    tinyrun.assert_same_runs(unbroken, killed)
     assert len(list(killed.glob(".*.tmp"))) <= 1
 
 
@@ -129,7 +86,7 @@ def test_every_moment_between_two_writes(images, tmp_path, monkeypatch, moment):
         train.main(tinyrun.arguments(images, killed, *more))
     monkeypatch.undo()
     train.main(tinyrun.arguments(images, killed, *more))
-    assert_same_runs(unbroken, killed)
+    tinyrun.assert_same_runs(unbroken, killed)
 
 
 def test_results_do_not_depend_on_workers(images, tmp_path):
@@ -137,7 +94,7 @@ def test_results_do_not_depend_on_workers(images, tmp_path):
     train.main(tinyrun.arguments(images, tmp_path / "a", *more, "--data.workers=0"))
     train.main(tinyrun.arguments(images, tmp_path / "b", *more, "--data.workers=2"))
     a, b = (checkpoint.read(tmp_path / name / "last.pt") for name in "ab")
-    assert_same(a["model"], b["model"])
+    tinyrun.assert_same(a["model"], b["model"])
 
 
 def test_another_seed_is_another_run(images, tmp_path):

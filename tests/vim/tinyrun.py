@@ -1,12 +1,17 @@
 """A folder of a few small images and the command line that trains a tiny Vim on it."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+
+from vim import checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,3 +74,46 @@ def run(*args: str, processes: int = 1, script: str | Path = ROOT / "train.py", 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def assert_same(a, b, where=""):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}.{i}")
+    else:
+        assert a == b, where
+
+
+def assert_same_runs(one, two, different=("out",)):
+    assert (one / "metrics.jsonl").read_bytes() == (two / "metrics.jsonl").read_bytes()
+    for name in ("last.pt", "best.pt"):
+        a, b = checkpoint.read(one / name), checkpoint.read(two / name)
+        for state in (a, b):
+            for key in different:
+                state["config"].pop(key)
+        assert_same(a, b, name)
+
+
+def kill_at_random(command, last, rng):
+    """Start the command and SIGKILL it a random moment after its start, or after one or two more checkpoints."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    for line in process.stdout:
+        assert "is finished" not in line, "the run ended before it was killed often enough"
+        if line.startswith("global batch"):
+            break
+    for _ in range(rng.randint(0, 2)):
+        before = last.stat().st_mtime_ns if last.exists() else 0
+        while process.poll() is None and (not last.exists() or last.stat().st_mtime_ns == before):
+            time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.3))
+    assert process.poll() is None, "the run ended before it was killed often enough"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
