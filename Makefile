@@ -1,8 +1,8 @@
-# make demo, make test and make lint set up .venv themselves; make install does nothing else.
+# make demo, make distill, make test and make lint set up .venv themselves; make install does nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test fast lint clean
+.PHONY: install demo distill test fast lint clean
 
 install: .venv/installed
 
@@ -20,6 +20,14 @@ demo: install
 	@echo "checkpoint        runs/demo/best.pt"
 	@echo "curves            runs/demo/curves.png, runs/demo/confusion.png"
 	@echo "exported weights  runs/demo/best.safetensors"
+
+distill: install
+	$(BIN)/python -m vim.prepare digits data/digits
+	$(BIN)/python train.py --config configs/mfd_demo_teacher.yaml
+	$(BIN)/python train.py --config configs/mfd_demo.yaml
+	$(BIN)/python train.py --config configs/mfd_demo_ft.yaml
+	$(BIN)/python eval.py --checkpoint runs/mfd_demo_ft/best.pt
+	@echo "pretraining's figure  runs/mfd_demo/distillation.png"
 
 test: install
 	$(BIN)/python -m pytest

@@ -1,5 +1,6 @@
 """Every configuration parses, builds its model, says where it comes from, and holds its recipe's numbers."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,6 +11,7 @@ import torch
 
 from vim import checkpoint, config, tasks
 from vim.run import build_schedule, effective_lr
+from vim.schema import DistillConfig
 
 FOLDER = Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -42,6 +44,15 @@ for _size, _drop, _top1 in (
     ):
         _numbers = (_images, _lr, 1e-5, (5, 1e-6), _decay, D, None, _drop[_stage - 1], 0.1, 0.99996, "bf16", _epochs)
         RECIPES[f"mambareg_{_size}_stage{_stage}"] = (*_numbers, _top1 if _stage == 3 else None)
+# Masked feature distillation and the fine-tuning after it: the first lr of the warm-up is this project's choice.
+for _size, _rate, _epochs, _images, _lr, _drop, _top1 in (
+    ("base", 0.4, 60, 1024, 1.2e-3, 0.1, None),
+    ("large", 0.5, 50, 512, 6e-4, 0.3, None),
+    ("huge", 0.6, 50, 512, 6e-4, 0.3, "87.6"),
+):
+    RECIPES[f"mfd_{_size}"] = (1024, 6e-4, 0.0, (30, 1e-6), 0.05, M, 3.0, 0.2, _rate, None, "bf16", 300, None)
+    _numbers = (_images, _lr, 1e-6, (5, 1e-6), 0.05, D, None, _drop, 0.0, 0.9999, "bf16", _epochs)
+    RECIPES[f"mfd_{_size}_ft"] = (*_numbers, _top1)
 CHOSEN = {"vim_base", *(f"shufflemamba_{size}" for size in ("tiny", "small", "middle", "large"))}
 
 # auto_augment, colour jitter, label smoothing, random erasing, copies of an image, evaluation crop.
@@ -51,6 +62,8 @@ AUGMENT = {
     "stage2": ("3a", 0.3, 0.0, 0.0, 3, 0.875),
     "stage3": ("rand-m9-mstd0.5-inc1", 0, 0.1, 0.0, 1, 1.0),
 }
+AUGMENT["mfd"] = (*AUGMENT["vim"][:4], 1, 0.875)
+LAYER_DECAY = {"mfd_base_ft": 0.65, "mfd_large_ft": 0.75, "mfd_huge_ft": 0.75}
 
 
 def header(name):
@@ -97,7 +110,8 @@ def test_every_configuration_is_complete_and_says_where_it_comes_from(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_model_builds(name):
     with torch.device("meta"):
-        model = tasks.build_model(read(name), 10 if "no GPU" in header(name) else 1000)
+        classes = 10 if "no GPU" in header(name) else 1000
+        model = tasks.build_model(read(name), 0 if read(name).task == "distill" else classes)
     stated = re.search(r"([\d.]+)M(?:-| )parameter", header(name))
     if stated:  # as exact as it is written
         digits = len(stated[1].partition(".")[2])
@@ -116,18 +130,27 @@ def test_numbers_of_the_recipe(name):
     found += (optim.clip_grad, cfg.model.drop_path, cfg.slws.rate, cfg.train.ema_decay, cfg.train.precision)
     assert (*found, cfg.train.epochs) == wanted[:-1]
 
-    data = cfg.data
-    augment = (data.auto_augment, data.color_jitter, data.smoothing, data.erase, data.repeats, data.crop_pct)
-    assert augment == AUGMENT.get(name.rsplit("_", 1)[1], AUGMENT["vim"])
-    assert (data.mixup, data.cutmix) == (0.8, 1.0)
-    assert (data.scale, data.interpolation, data.hflip) == ([0.08, 1.0], "bicubic", 0.5)
-    assert (optim.opt, optim.eps, optim.layer_decay) == ("adamw", 1e-8, None)
-
+    assert (optim.opt, optim.eps, optim.layer_decay) == ("adamw", 1e-8, LAYER_DECAY.get(name))
+    _check_augmentation(name, cfg)
     top1 = wanted[-1]
     assert f"Expected top-1: {f'{top1} (published)' if top1 else 'not published'}" in header(name)
     assert ("This project's choice" in header(name)) == (
-        name in CHOSEN or name.endswith("_ft") or name.startswith("mambareg")
+        name in CHOSEN or name.endswith("_ft") or name.startswith(("mambareg", "mfd"))
     )
+
+
+def _check_augmentation(name, cfg):
+    data = cfg.data
+    if cfg.task == "distill":
+        off = (data.auto_augment, data.color_jitter, data.erase, data.mixup, data.cutmix)
+        assert off == (None, 0, 0, 0, 0)
+        assert (data.scale, data.interpolation, data.hflip, data.repeats) == ([0.2, 1.0], "bicubic", 0.5, 1)
+        return
+    augment = (data.auto_augment, data.color_jitter, data.smoothing, data.erase, data.repeats, data.crop_pct)
+    wanted = AUGMENT["mfd"] if name.startswith("mfd") else AUGMENT.get(name.rsplit("_", 1)[1], AUGMENT["vim"])
+    assert augment == wanted
+    assert (data.mixup, data.cutmix) == (0.8, 1.0)
+    assert (data.scale, data.interpolation, data.hflip) == ([0.08, 1.0], "bicubic", 0.5)
 
 
 def lrs(name, updates):
@@ -194,5 +217,49 @@ def test_schedule_of_the_base_row():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_published_numbers_of_slws_come_with_the_published_initialisation(name):
-    published = name in ("shufflemamba_small", "shufflemamba_base")
-    assert read(name).model.kwargs == ({"init": "published"} if published else {})
+    cfg = read(name)
+    if cfg.task == "distill":
+        assert (cfg.distill.init, cfg.model.kwargs) == ("published", {"directions": 2, "merge": "sum"})
+    else:
+        published = name in ("shufflemamba_small", "shufflemamba_base")
+        assert cfg.model.kwargs == ({"init": "published"} if published else {})
+
+
+@pytest.mark.parametrize("size", ["base", "large", "huge"])
+def test_masked_distillation_is_as_published(size):
+    pretraining, tuning = read(f"mfd_{size}"), read(f"mfd_{size}_ft")
+    wanted = DistillConfig(teacher_precision="bf16", init="published")
+    assert pretraining.distill == wanted and wanted.teacher == "vit_large_patch14_clip_quickgelu_224.openai"
+    assert (wanted.normalize, wanted.mask, wanted.mask_ratio, wanted.sort_visible) == (
+        "whiten",
+        "attention",
+        0.6,
+        False,
+    )
+    assert (wanted.target, wanted.loss, wanted.loss_on) == ("tokens", "smooth_l1", "all")
+    assert (wanted.decoder_width, wanted.decoder_depth, wanted.decoder_heads) == (512, 4, 16)
+    assert tuning.train.init_from == f"{pretraining.out}/last.pt" and tuning.model.head_std == 2e-5
+    assert pretraining.model.name == tuning.model.name == f"mambamlp_{size}_patch16_224"
+    tasks.check(pretraining)
+
+
+def test_similar_methods_differ_from_the_base_row_in_what_they_name():
+    base = read("mfd_base")
+    wanted = {
+        "milan": {"target": "projected", "normalize": "l2", "mask_ratio": 0.75, "loss": "cosine"},
+        "maskdistill": {"mask": "random", "loss_on": "masked"},
+        "umt": {
+            "normalize": "l2",
+            "mask_ratio": 0.8,
+            "sort_visible": True,
+            "loss": "cosine",
+            "loss_on": "visible",
+            "decoder_depth": 0,
+        },
+    }
+    for name, changes in wanted.items():
+        cfg = read(f"mfd_{name}")
+        changes = {**changes, "teacher": "vit_base_patch16_clip_quickgelu_224.openai"}
+        assert cfg.distill == dataclasses.replace(base.distill, **changes), name
+        assert dataclasses.replace(cfg, out=base.out, distill=base.distill) == base
+        tasks.check(cfg)

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .run import Run
-from .runtime import log
+from .runtime import log, peak_memory
 from .schema import Config
 
 SHOWN = ("lr", "train_loss", "top1", "ema_top1", "loss", "ema_loss", "cosine")
@@ -85,10 +85,12 @@ class Progress:
             self.bar = tqdm(total=batches, initial=run.batch, desc=name, leave=False)
 
     def speed(self) -> dict[str, float]:
-        """Seconds and images per second of this epoch's training so far."""
+        """Seconds and images per second of this epoch's training so far, and the run's peak of memory in GB."""
         seconds = max(time.perf_counter() - self.start, 1e-9)
         rate = (self.run.batch - self.first) * self.images / seconds
-        return {"seconds": round(seconds, 3), "images_per_second": round(rate, 2)}
+        peak = peak_memory(self.run.world.device)
+        row = {"seconds": round(seconds, 3), "images_per_second": round(rate, 2)}
+        return row if peak is None else row | {"peak_memory_gb": round(peak / 1e9, 3)}
 
     def show(self, loss: float) -> None:
         run, rate = self.run, self.speed()["images_per_second"]

@@ -34,19 +34,21 @@ class NonFinite(RuntimeError):
     """Training left the numbers: a loss or a weight is NaN or infinite. All ranks raise it together."""
 
 
-def at_least(low: float, **values: float | None) -> None:
-    """UserError for a value below `low` or infinite; the name is that of its key, with __ for the dot."""
-    for name, value in values.items():
+def at_least(low: float, config: object, group: str, *names: str) -> None:
+    """UserError for a value of a group's configuration below `low` or infinite; None passes."""
+    for name in names:
+        value = getattr(config, name)
         if value is not None and not low <= value < math.inf:
             wanted = f"at least {low}" if value < low else "finite"
-            raise UserError(f"{name.replace('__', '.')} must be {wanted}, got {value!r}")
+            raise UserError(f"{group}.{name} must be {wanted}, got {value!r}")
 
 
-def within(low: float, high: float, **values: float | None) -> None:
-    """UserError for a value outside [low, high], named as in `at_least`."""
-    for name, value in values.items():
+def within(low: float, high: float, config: object, group: str, *names: str) -> None:
+    """UserError for a value of a group's configuration outside [low, high]; None passes."""
+    for name in names:
+        value = getattr(config, name)
         if value is not None and not low <= value <= high:
-            raise UserError(f"{name.replace('__', '.')} must lie in [{low}, {high}], got {value!r}")
+            raise UserError(f"{f'{group}.{name}'.strip('.')} must lie in [{low}, {high}], got {value!r}")
 
 
 @contextlib.contextmanager
@@ -127,6 +129,18 @@ def start(device: str = "auto", threads: int | None = None) -> World:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     return world
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes this process has had at most: on CUDA of the device's memory, else of the machine's. None: not known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def derive_seed(*parts: int) -> int:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from timm.layers import to_2tuple
+
 from .runtime import UserError, at_least, within
 
 
@@ -37,18 +39,18 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        within(0, 1, model__drop=self.drop, model__drop_path=self.drop_path)
+        within(0, 1, self, "model", "drop", "drop_path")
         if self.in_chans not in (1, 3, 4):
             raise UserError(f"model.in_chans must be 1, 3 or 4, got {self.in_chans}")
-        at_least(1, model__num_classes=self.num_classes)
-        at_least(0, model__head_std=self.head_std)
+        at_least(1, self, "model", "num_classes")
+        at_least(0, self, "model", "head_std")
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
         for key in ("img_size", "in_chans", "num_classes"):  # the data and the head follow these
             if key in self.kwargs:
                 raise UserError(f"model.kwargs.{key}: set model.{key} instead")
-        for side in self.img_size if isinstance(self.img_size, list) else [self.img_size]:
-            at_least(1, model__img_size=side)
+        if self.img_size is not None and min(to_2tuple(self.img_size)) < 1:
+            raise UserError(f"model.img_size must be at least 1, got {self.img_size}")
 
 
 @dataclass
@@ -106,14 +108,12 @@ class DataConfig:
     skip_corrupt: bool = False
 
     def __post_init__(self):
-        at_least(1, data__batch_size=self.batch_size, data__eval_batch_size=self.eval_batch_size)
-        at_least(1, data__repeats=self.repeats, data__crops=self.crops)
-        at_least(0, data__workers=self.workers, data__color_jitter=self.color_jitter)
-        at_least(0, data__mixup=self.mixup, data__cutmix=self.cutmix)
-        within(0, 1, data__hflip=self.hflip, data__erase=self.erase, data__smoothing=self.smoothing)
-        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+        at_least(1, self, "data", "batch_size", "eval_batch_size", "repeats", "crops")
+        at_least(0, self, "data", "workers", "color_jitter", "mixup", "cutmix")
+        within(0, 1, self, "data", "hflip", "erase", "smoothing")
+        if not 0 < (1 if self.crop_pct is None else self.crop_pct) <= 1:
             raise UserError(f"data.crop_pct must be above 0 and at most 1, got {self.crop_pct}")
-        if self.std is not None and not all(0 < s < math.inf for s in self.std):
+        if not all(0 < s < math.inf for s in self.std or []):
             raise UserError(f"data.std must be above 0, got {self.std}")
         for name, pair in (("scale", self.scale), ("ratio", self.ratio)):
             if len(pair) != 2 or not 0 < pair[0] <= pair[1]:
@@ -155,12 +155,11 @@ class OptimConfig:
     layer_decay: float | None = None
 
     def __post_init__(self):
-        at_least(0, optim__lr=self.lr, optim__min_lr=self.min_lr, optim__warmup_epochs=self.warmup_epochs)
-        at_least(0, optim__warmup_lr=self.warmup_lr, optim__weight_decay=self.weight_decay, optim__eps=self.eps)
-        at_least(1, optim__lr_batch=self.lr_batch)
+        at_least(0, self, "optim", "lr", "min_lr", "warmup_epochs", "warmup_lr", "weight_decay", "eps")
+        at_least(1, self, "optim", "lr_batch")
+        within(0, 1, self, "optim", "layer_decay")
         if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
             raise UserError(f"optim.clip_grad must be above 0, or null for no clipping, got {self.clip_grad}")
-        within(0, 1, optim__layer_decay=self.layer_decay)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optim.betas must be two numbers in [0, 1), got {self.betas}")
 
@@ -204,10 +203,8 @@ class TrainConfig:
     require_kernels: bool = False
 
     def __post_init__(self):
-        at_least(1, train__epochs=self.epochs, train__accumulation=self.accumulation)
-        at_least(1, train__eval_every=self.eval_every, train__log_every=self.log_every)
-        at_least(1, train__save_every_steps=self.save_every_steps, train__threads=self.threads)
-        within(0, 1, train__ema_decay=self.ema_decay)
+        at_least(1, self, "train", "epochs", "accumulation", "eval_every", "log_every", "save_every_steps", "threads")
+        within(0, 1, self, "train", "ema_decay")
         if not re.fullmatch(r"auto|[a-z]+(:\d+)?", self.device):
             raise UserError(f"train.device must be auto, cpu, cuda, cuda:1, mps or the like, got {self.device!r}")
 
@@ -223,7 +220,7 @@ class SlwsConfig:
     rate: float = 0.0
 
     def __post_init__(self):
-        within(0, 1, slws__rate=self.rate)
+        within(0, 1, self, "slws", "rate")
 
 
 @dataclass
@@ -265,9 +262,9 @@ class DistillConfig:
     cache: str | None = None
 
     def __post_init__(self):
-        within(0, 1, distill__mask_ratio=self.mask_ratio)
-        at_least(1, distill__decoder_width=self.decoder_width, distill__decoder_heads=self.decoder_heads)
-        at_least(0, distill__decoder_depth=self.decoder_depth)
+        within(0, 1, self, "distill", "mask_ratio")
+        at_least(1, self, "distill", "decoder_width", "decoder_heads")
+        at_least(0, self, "distill", "decoder_depth")
         if self.decoder_width % self.decoder_heads:
             raise UserError(f"distill.decoder_width {self.decoder_width} must divide by decoder_heads")
         if self.decoder_depth == 0 and self.loss_on != "visible":
@@ -295,7 +292,7 @@ class Config:
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self):
-        within(0, 2**62, seed=self.seed)
+        within(0, 2**62, self, "", "seed")
         if self.data.val_split is None and self.task == "classify":
             raise UserError("data.val_split is null: only task distill trains without evaluation images")
         channels = self.model.in_chans
