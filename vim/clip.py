@@ -88,7 +88,7 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
                 mlp_ratio=(given["intermediate_size"] + 0.5) / given["hidden_size"],  # timm rounds the product down
                 num_classes=0,
                 pre_norm=True,
-                norm_layer=partial(nn.LayerNorm, eps=given["layer_norm_eps"]),
+                norm_layer=partial(nn.LayerNorm, eps=float(given["layer_norm_eps"])),
                 act_layer=given["hidden_act"],
             )
             if projected:

@@ -252,14 +252,15 @@ def _named(distill: DistillConfig) -> Source:
 
 def _own(path: Path) -> Source:
     """A VisionTransformer that train.py trained: a checkpoint or an export; averaged weights preferred."""
-    from . import config, data, tasks  # tasks may import this module
+    from . import config, data, export, tasks  # tasks may import this module
 
     meta, values = read_config(path)
     if not values:
         raise UserError(f"distill.teacher: {path} is no checkpoint of train.py")
     cfg = config.load(values, [], "train.py")
-    cfg.slws = SlwsConfig()  # a frozen model shuffles nothing
+    cfg.slws = SlwsConfig()  # a frozen model shuffles nothing, and its weights are not those it began with
+    cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in export.NOT_BUILT}
     with torch.device("meta"):
-        vit = tasks.build_model(cfg, meta["num_classes"])
+        vit = tasks.build_model(cfg, meta.get("num_classes", 0))
     how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
     return Source(vit, how["mean"], how["std"], lambda: read_weights(path)[0])
