@@ -64,7 +64,7 @@ class Teacher(nn.Module):
     ):
         """`student` and `own`: (mean, std) that the student's images have and that the teacher's must have."""
         super().__init__()
-        self.vit, self.projected, self.dtype = vit.to(dtype).requires_grad_(False).eval(), projected, dtype
+        self.vit, self.projected, self.dtype = vit.to(dtype).requires_grad_(False), projected, dtype
         self.width: int = vit.head.out_features if projected else vit.embed_dim
         for name, values in zip(("student_mean", "student_std", "mean", "std"), (*student, *own), strict=True):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1), persistent=False)
@@ -86,13 +86,12 @@ class Teacher(nn.Module):
                 x = block(x)
             row = _class_row(last, x) if vit.has_class_token else None
             x = last(x)
-            first = vit.num_prefix_tokens
+            tokens = x[:, vit.num_prefix_tokens :]
             if row is None and isinstance(vit.attn_pool, AttentionPoolLatent):
-                row = _latent_row(vit.attn_pool, vit.norm(x))
-            tokens = x[:, first:]
+                row = _latent_row(vit.attn_pool, vit.norm(x if vit.pool_include_prefix else tokens))
             if self.projected:
                 tokens = vit.head(vit.fc_norm(vit.norm(tokens)))
-            attention = tokens.new_ones(tokens.shape[:2]) if row is None else row[:, first:]
+            attention = tokens.new_ones(tokens.shape[:2]) if row is None else row[:, -tokens.shape[1] :]
             return Features(tokens.float(), attention.float())
 
     def _prepare(self, images: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ def by_hand(model, images, grid):
         ("vit_small_patch14_reg4_dinov2", {}),
         ("vit_small_patch14_dinov2", {}),
         ("vit_base_patch16_siglip_224", {}),
+        ("vit_so150m_patch16_reg4_map_256", {}),
+        ("vit_so150m_patch16_reg4_map_256", {"pool_include_prefix": True}),
         ("deit_tiny_distilled_patch16_224", {}),
         ("vit_base_patch16_clip_quickgelu_224.openai", {}),
         ("vit_medium_patch16_reg4_gap_256", {}),
@@ -96,9 +98,10 @@ def test_named_models_by_plain_computation(tmp_path, monkeypatch, name, extra, g
     with torch.no_grad():
         seen = seen_by_teacher(images, (grid[0] * patch, grid[1] * patch), how["mean"], how["std"])
         before, after, count = by_hand(model, seen, grid)
-        if "siglip" in name:
+        if model.attn_pool is not None:
             pool = model.attn_pool
-            attention = row(pool.q(pool.latent), pool.kv(model.norm(after)).chunk(2, -1)[0], pool)
+            keys = after if model.pool_include_prefix else after[:, count:]
+            attention = row(pool.q(pool.latent), pool.kv(model.norm(keys)).chunk(2, -1)[0], pool)
         elif "gap" in name:  # neither class token nor attention pooling
             attention = torch.ones(after.shape[:2])
         else:
@@ -107,7 +110,7 @@ def test_named_models_by_plain_computation(tmp_path, monkeypatch, name, extra, g
     got = teacher(images)
     assert got.tokens.shape == (2, grid[0] * grid[1], 32) and teacher.width == 32
     close(got.tokens, after[:, count:])
-    close(got.attention, attention[:, count:])
+    close(got.attention, attention[:, -grid[0] * grid[1] :])
     assert "gap" in name or got.attention.std() > 1e-4
 
 
