@@ -40,7 +40,7 @@ class Features(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A teacher on the meta device, its preprocessing, and what reads its weights."""
+    """A teacher without its weights, its preprocessing, and what reads them."""
 
     vit: nn.Module
     mean: Sequence[float]
@@ -196,7 +196,7 @@ def _resize(vit: VisionTransformer, grid: tuple[int, int]) -> None:
 
 
 def _load(vit: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Put weights in fp32 in place of those on the meta device; a head only where it is used.
+    """Put weights in fp32 in place of the model's; a head only where it is used.
 
     Raises UserError where the two differ in anything else.
     """
@@ -229,8 +229,7 @@ def _named(distill: DistillConfig) -> Source:
         raise UserError(f"distill.teacher: timm has no weights {name!r}; it has: {tags}") from error
     if not file and not cfg.has_weights:
         raise UserError(f"distill.teacher {name}: timm has no weights of it; name a file in distill.teacher_weights")
-    with torch.device("meta"):
-        vit = timm.create_model(name)
+    vit = clip.skeleton(lambda: timm.create_model(name))
 
     def read() -> dict[str, Tensor]:
         if "QuickGELU" in str(cfg.notes) and not isinstance(getattr(vit.blocks[0].mlp, "act", None), QuickGELU):
@@ -259,7 +258,6 @@ def _own(path: Path) -> Source:
     cfg = config.load(values, [], "train.py")
     cfg.slws = SlwsConfig()  # a frozen model shuffles nothing, and its weights are not those it began with
     cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in export.NOT_BUILT}
-    with torch.device("meta"):
-        vit = tasks.build_model(cfg, meta.get("num_classes", 0))
+    vit = clip.skeleton(lambda: tasks.build_model(cfg, meta.get("num_classes", 0)))
     how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
     return Source(vit, how["mean"], how["std"], lambda: read_weights(path)[0])

@@ -184,7 +184,7 @@ def test_names_that_are_no_teachers(tmp_path):
     refuses(distill("vim_tiny_patch16_224", **given), "is a VisionMamba, only timm's")
     refuses(distill("vit_base_patch16_xp_224", **given), "with ParallelScalingBlock, a teacher has Block")
     refuses(distill("vit_base_resnet26d_224", **given), "with HybridEmbed, a teacher has PatchEmbed")
-    refuses(distill("vit_dpwee_patch16_reg1_gap_256", **given), "with Diff.*, a teacher has Block")
+    refuses(distill("vit_dwee_patch16_reg1_gap_256", **given), "with DiffAttention, a teacher has Attention")
     refuses(distill("vit_medium_patch16_gap_256", **given), "neither a class token nor attention pooling: set d")
     refuses(distill("vit_small_patch14_dinov2", target="projected"), "has no projection: set distill.target to tokens")
 
