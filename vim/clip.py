@@ -47,6 +47,15 @@ NAMES = (
 )
 
 
+def skeleton(create: Callable[[], nn.Module]) -> nn.Module:
+    """A model that is about to get its weights from a file: on the meta device, where it costs nothing."""
+    try:
+        with torch.device("meta"):
+            return create()
+    except (RuntimeError, UserError):  # timm 1.0.20 reads numbers from tensors while it builds; true errors come again
+        return create()
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -60,7 +69,7 @@ def _json(path: Path) -> dict[str, Any]:
 def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Sequence[float], Callable]:
     """A CLIP, or its vision model alone, as transformers save it: (model, mean, std, what reads its weights).
 
-    The model is on the meta device; mean and std are CLIP's where preprocessor_config.json does not say others. Raises
+    The model is `skeleton`; mean and std are CLIP's where preprocessor_config.json does not say others. Raises
     UserError for a folder without config.json or weights, and for another kind of model.
     """
     if not (folder / "config.json").is_file():
@@ -77,8 +86,8 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
         raise UserError(f"distill.teacher: {folder} has hidden_act {given['hidden_act']!r}, not quick_gelu or gelu")
     projected = kind == "clip" or "CLIPVisionModelWithProjection" in (whole.get("architectures") or ())
     try:
-        with torch.device("meta"):
-            vit = VisionTransformer(
+        vit = skeleton(
+            lambda: VisionTransformer(
                 img_size=given["image_size"],
                 patch_size=given["patch_size"],
                 in_chans=given["num_channels"],
@@ -88,12 +97,13 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
                 mlp_ratio=(given["intermediate_size"] + 0.5) / given["hidden_size"],  # timm rounds the product down
                 num_classes=0,
                 pre_norm=True,
-                norm_layer=partial(nn.LayerNorm, eps=given["layer_norm_eps"]),
+                norm_layer=partial(nn.LayerNorm, eps=float(given["layer_norm_eps"])),
                 act_layer=given["hidden_act"],
             )
-            if projected:
-                width = whole.get("projection_dim", DEFAULTS["projection_dim"])
-                vit.head = nn.Linear(vit.embed_dim, width, bias=False)
+        )
+        if projected:
+            width = whole.get("projection_dim", DEFAULTS["projection_dim"])
+            vit.head = nn.Linear(vit.embed_dim, width, bias=False, device="meta")
     except (TypeError, ValueError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"distill.teacher: {folder / 'config.json'}: {error}") from error
     how = _json(folder / "preprocessor_config.json") if (folder / "preprocessor_config.json").is_file() else {}

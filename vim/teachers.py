@@ -40,7 +40,7 @@ class Features(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A teacher on the meta device, its preprocessing, and what reads its weights."""
+    """A teacher without its weights, its preprocessing, and what reads them."""
 
     vit: nn.Module
     mean: Sequence[float]
@@ -64,7 +64,7 @@ class Teacher(nn.Module):
     ):
         """`student` and `own`: (mean, std) that the student's images have and that the teacher's must have."""
         super().__init__()
-        self.vit, self.projected, self.dtype = vit.to(dtype).requires_grad_(False).eval(), projected, dtype
+        self.vit, self.projected, self.dtype = vit.to(dtype).requires_grad_(False), projected, dtype
         self.width: int = vit.head.out_features if projected else vit.embed_dim
         for name, values in zip(("student_mean", "student_std", "mean", "std"), (*student, *own), strict=True):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1), persistent=False)
@@ -86,13 +86,12 @@ class Teacher(nn.Module):
                 x = block(x)
             row = _class_row(last, x) if vit.has_class_token else None
             x = last(x)
-            first = vit.num_prefix_tokens
+            tokens = x[:, vit.num_prefix_tokens :]
             if row is None and isinstance(vit.attn_pool, AttentionPoolLatent):
-                row = _latent_row(vit.attn_pool, vit.norm(x))
-            tokens = x[:, first:]
+                row = _latent_row(vit.attn_pool, vit.norm(x if vit.pool_include_prefix else tokens))
             if self.projected:
                 tokens = vit.head(vit.fc_norm(vit.norm(tokens)))
-            attention = tokens.new_ones(tokens.shape[:2]) if row is None else row[:, first:]
+            attention = tokens.new_ones(tokens.shape[:2]) if row is None else row[:, -tokens.shape[1] :]
             return Features(tokens.float(), attention.float())
 
     def _prepare(self, images: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ def _resize(vit: VisionTransformer, grid: tuple[int, int]) -> None:
 
 
 def _load(vit: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Put weights in fp32 in place of those on the meta device; a head only where it is used.
+    """Put weights in fp32 in place of the model's; a head only where it is used.
 
     Raises UserError where the two differ in anything else.
     """
@@ -230,8 +229,7 @@ def _named(distill: DistillConfig) -> Source:
         raise UserError(f"distill.teacher: timm has no weights {name!r}; it has: {tags}") from error
     if not file and not cfg.has_weights:
         raise UserError(f"distill.teacher {name}: timm has no weights of it; name a file in distill.teacher_weights")
-    with torch.device("meta"):
-        vit = timm.create_model(name)
+    vit = clip.skeleton(lambda: timm.create_model(name))
 
     def read() -> dict[str, Tensor]:
         if "QuickGELU" in str(cfg.notes) and not isinstance(getattr(vit.blocks[0].mlp, "act", None), QuickGELU):
@@ -252,14 +250,14 @@ def _named(distill: DistillConfig) -> Source:
 
 def _own(path: Path) -> Source:
     """A VisionTransformer that train.py trained: a checkpoint or an export; averaged weights preferred."""
-    from . import config, data, tasks  # tasks may import this module
+    from . import config, data, export, tasks  # tasks may import this module
 
     meta, values = read_config(path)
     if not values:
         raise UserError(f"distill.teacher: {path} is no checkpoint of train.py")
     cfg = config.load(values, [], "train.py")
-    cfg.slws = SlwsConfig()  # a frozen model shuffles nothing
-    with torch.device("meta"):
-        vit = tasks.build_model(cfg, meta["num_classes"])
+    cfg.slws = SlwsConfig()  # a frozen model shuffles nothing, and its weights are not those it began with
+    cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in export.NOT_BUILT}
+    vit = clip.skeleton(lambda: tasks.build_model(cfg, meta.get("num_classes", 0)))
     how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
     return Source(vit, how["mean"], how["std"], lambda: read_weights(path)[0])
