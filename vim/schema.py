@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from timm.layers import to_2tuple
-
 from .runtime import UserError, at_least, within
 
 
@@ -44,13 +42,12 @@ class ModelConfig:
             raise UserError(f"model.in_chans must be 1, 3 or 4, got {self.in_chans}")
         at_least(1, self, "model", "num_classes")
         at_least(0, self, "model", "head_std")
-        if isinstance(self.img_size, list) and len(self.img_size) != 2:
-            raise UserError(f"model.img_size must be a number or [height, width], got {self.img_size}")
+        sides = self.img_size if isinstance(self.img_size, list) else [self.img_size] * 2
+        if self.img_size is not None and (len(sides) != 2 or min(sides) < 1):
+            raise UserError(f"model.img_size must be at least 1, a number or [height, width], got {self.img_size}")
         for key in ("img_size", "in_chans", "num_classes"):  # the data and the head follow these
             if key in self.kwargs:
                 raise UserError(f"model.kwargs.{key}: set model.{key} instead")
-        if self.img_size is not None and min(to_2tuple(self.img_size)) < 1:
-            raise UserError(f"model.img_size must be at least 1, got {self.img_size}")
 
 
 @dataclass
