@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import hub
 from .runtime import UserError
 
 FORMAT = "slws-vim/1"
@@ -90,8 +91,10 @@ def _checksum(weights: dict[str, Tensor]) -> str:
 def read(path: str | Path) -> Any:
     """The object in a torch file, on the CPU; tensors, numbers, containers and argparse.Namespace only.
 
+    Here and below a path may name a file of the hub (vim/hub.py: local).
     Raises FileNotFoundError, and WeightsError for a damaged file or one that would need code to run.
     """
+    path = hub.local(path)
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:
@@ -192,6 +195,7 @@ def _checked(meta: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    path = hub.local(path)
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:

@@ -93,6 +93,7 @@ def load_weights(
 ) -> Report:
     """Load weights from a file (ours, official, safetensors) or a state dict into `model`, and say what was changed.
 
+    A file is a path or, on the Hugging Face hub, "hf_hub:OWNER/REPO[@REVISION]/FILE" (by its client, extra `hf`).
     Files are read without executing anything in them. `family` names a foreign file's layout; ours carry it, and a bare
     native state dict takes `family="native"`. Where the model differs, positions are resampled (bicubic, prefix rows
     kept), the first convolution is adapted to other channel counts, weights of two directions become four, the new ones
@@ -203,7 +204,7 @@ def convert_file(source: str, out: str, family: str, to: str = "native", use_ema
 def main(argv: list[str] | None = None) -> None:
     """python -m vim.convert SRC --family FAMILY --out DST, or --to FAMILY for the other way."""
     parser = argparse.ArgumentParser(prog="python -m vim.convert", description=main.__doc__)
-    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("source", metavar="SRC", help="a file, or hf_hub:OWNER/REPO[@REVISION]/FILE")
     parser.add_argument("--family", choices=list(FAMILIES), help="layout of a foreign SRC")
     parser.add_argument("--to", choices=list(FAMILIES), help="write the official layout of this family instead of ours")
     parser.add_argument("--out", required=True, metavar="DST", help="a .safetensors or .pth file")

@@ -38,7 +38,8 @@ class VisionMamba(TimmInterface):
         cls_position: class token in the "middle" (before patch M // 2 of M), "first", or None.
         num_registers: register tokens, spread evenly over the sequence; needs cls_position None.
         register_reduce: the read-out projects each register to embed_dim // register_reduce features.
-        pool: read out "token" (class token or all registers) or the "mean" of the patch tokens.
+        pool: read out "token" (class token or all registers) or the "mean" of the patch tokens; around a class token in
+            the middle the mean of those before it plus the mean of those after, halved (arXiv 2406.07537).
         drop_rate: dropout before the head. drop_path_rate: stochastic depth; block i's branch is dropped per sample
             with probability drop_path_rate * i / (depth - 1).
         slws_rate: probability with which the last layer shuffles in training (arXiv 2408.17081); not with 4 directions.
@@ -222,7 +223,12 @@ class VisionMamba(TimmInterface):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens of `forward_features` -> logits, or the features (b, num_features) before the head."""
         if self.pool == "mean":
-            x = x[:, self.num_prefix_tokens :].mean(1)
+            x = x[:, self.num_prefix_tokens :]
+            half = x.shape[1] // 2
+            if self.cls_position == "middle" and x.shape[1] > 1:  # both sides of the class token count alike
+                x = (x[:, :half].mean(1) + x[:, half:].mean(1)) / 2
+            else:
+                x = x.mean(1)
         else:
             tokens = self.neck(x[:, : self.num_prefix_tokens])
             x = self.norm_neck(rearrange(tokens, "b n d -> b (n d)"))

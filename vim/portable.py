@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import config as fx_config
 
 from ssm_kernels import use_backend
 
@@ -103,6 +104,17 @@ class _Portable(VisionMamba):
 
 
 @contextlib.contextmanager
+def _no_origins() -> Iterator[None]:
+    """No account of where in our source each node came from: finding it takes much of a trace, and no file holds it."""
+    kept = getattr(fx_config, "do_not_emit_stack_traces", False)  # older versions of torch ignore it
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = kept
+
+
+@contextlib.contextmanager
 def _portable_kernels() -> Iterator[None]:
     """The mixer's two kernels replaced by those above, the others by their plain PyTorch reference."""
     kept = {name: getattr(mix, name) for name in ("selective_scan", "causal_conv1d")}
@@ -133,7 +145,7 @@ def trace(model: nn.Module, size: tuple[int, int], channels: int, dynamic_size: 
         raise UserError("an image size that stays open is for this package's own models")
     images = torch.zeros(3, channels, *size)
     try:
-        with torch.no_grad(), _portable_kernels():
+        with torch.no_grad(), _portable_kernels(), _no_origins():
             program = torch.export.export(model, (images,), dynamic_shapes=(shapes,), strict=True)
     except Exception as error:  # torch has many kinds, with long accounts
         raise UserError(f"torch {torch.__version__} cannot trace this model: {_first_line(error)}") from error
@@ -172,18 +184,22 @@ def write_onnx(program: ExportedProgram, out: str | Path, about: dict[str, Any])
     """
     try:
         import onnxruntime
-        import onnxscript  # noqa: F401 (torch.onnx needs it)
+        from onnxscript import optimizer
     except ImportError as error:
         raise UserError(f"--format onnx needs {error.name}: pip install 'slws-vim[export]'") from error
     try:
-        made = torch.onnx.export(
-            program,
-            dynamo=True,
-            input_names=["images"],
-            output_names=["logits"],
-            opset_version=OPSET,
-            verbose=False,
-        )
+        with _no_origins():
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                input_names=["images"],
+                output_names=["logits"],
+                opset_version=OPSET,
+                verbose=False,
+                optimize=False,  # its rewriting grows with the square of the depth; the two passes below do enough
+            )
+        optimizer.fold_constants(made.model, onnx_shape_inference=True)
+        optimizer.remove_unused_nodes(made.model)
     except Exception as error:
         raise UserError(f"torch {torch.__version__} cannot write ONNX: {_first_line(error)}") from error
     for graph in (made.model.graph, *made.model.functions.values()):

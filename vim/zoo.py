@@ -15,6 +15,7 @@ from typing import NamedTuple
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 
+from . import hub
 from .models import VisionMamba
 from .runtime import UserError, log
 
@@ -83,8 +84,9 @@ class Weights(NamedTuple):
     note: str = "not downloaded here"
 
 
-# Weights whose repository and file names are known for certain; a name without a row has no public weights known here.
-# All are the official layout of the name's family.
+# Weights whose repository and file names are known for certain, all in the official layout of the name's family. Other
+# public weights (Mamba-Reg's, those of SLWS, VideoMamba's base) need no row: whoever knows their place names it and the
+# family, as in vim.load_weights(model, "hf_hub:OWNER/REPO/FILE", family="mambareg"); see vim/hub.py.
 PUBLIC = {
     "vim_tiny_patch16_224": Weights("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth"),
     "vim_small_patch16_224": Weights("hustvl/Vim-small-midclstok", "vim_s_midclstok_80p5acc.pth"),
@@ -109,31 +111,17 @@ def _cfg(name: str) -> dict:
 default_cfgs = generate_default_cfgs({name: _cfg(name) for name in VARIANTS})
 
 
-def _download(repository: str, file: str, cache_dir: str | None) -> str:
-    """The file from the hub or from its local cache, by huggingface_hub's own client, which honours HF_HUB_OFFLINE."""
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError as error:
-        raise UserError("pretrained=True needs huggingface_hub: pip install 'slws-vim[hf]'") from error
-    repository, _, revision = repository.partition("@")
-    try:
-        return hf_hub_download(repository, file, revision=revision or None, cache_dir=cache_dir)
-    except (HfHubHTTPError, OSError, ValueError) as error:  # its own errors derive from these
-        reason = " ".join(str(error).split("\n\n")[0].split())
-        raise UserError(f"{repository}: {file} cannot be downloaded ({reason})") from error
-
-
 def _source(name: str, cfg: dict, cache_dir: str | None) -> str:
     """The file of weights that timm's configuration of a model points at. Raises UserError where there is none."""
     if cfg.get("file"):  # local-dir: names a folder, pretrained_cfg_overlay a folder or a file
         path = Path(cfg["file"])
         return str(path / EXPORTED if path.is_dir() else path)
     if cfg.get("hf_hub_id"):
-        return _download(cfg["hf_hub_id"], cfg.get("hf_hub_filename") or EXPORTED, cache_dir)
+        repository, _, revision = cfg["hf_hub_id"].partition("@")
+        return hub.download(repository, cfg.get("hf_hub_filename") or EXPORTED, revision or None, cache_dir)
     raise UserError(
         f"pretrained=True: no public weights of {name} are known; there are some of {', '.join(PUBLIC)}. "
-        f"Load a file with vim.load_weights(model, path, family={VARIANTS[name][0]!r})"
+        f"Load others with vim.load_weights(model, 'FILE or hf_hub:OWNER/REPO/FILE', family={VARIANTS[name][0]!r})"
     )
 
 

@@ -270,11 +270,21 @@ def test_arm_keeps_its_class_token_in_the_middle():
         vim.load_weights(tiny("mambamlp"), foreign, family="arm")
     with pytest.raises(ValueError, match="family 'mambamlp' want cls_position='first', the model has 'middle'"):
         vim.load_weights(tiny("arm"), official("mambamlp"), family="mambamlp")
-    # The published read-out: the mean of the patches before the class token and of those after, halved.
-    model = tiny("arm").eval()
-    features = model.forward_features(torch.rand(2, 3, 32, 32))
-    wanted = (features[:, 1:9].mean(1) + features[:, 9:].mean(1)) / 2
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 3), (1, 3), (5, 1), (1, 1)])
+def test_arm_reads_out_both_sides_of_its_class_token_alike(grid):
+    """The published read-out: the mean of the patches before the class token and of those after, halved."""
+    model = tiny("arm", img_size=(8 * grid[0], 8 * grid[1])).eval()
+    features = model.forward_features(torch.rand(2, 3, 8 * grid[0], 8 * grid[1]))
+    patches = grid[0] * grid[1]
+    sides = [n for n in (patches // 2, patches - patches // 2) if n]  # a single patch has none before it
+    weights = [1 / (len(sides) * n) for n in sides for _ in range(n)]
+    wanted = sum(w * features[:, 1 + i] for i, w in enumerate(weights))
     torch.testing.assert_close(model.forward_head(features, pre_logits=True), wanted)
+    other = tiny("mambamlp", img_size=(8 * grid[0], 8 * grid[1])).eval()
+    features = other.forward_features(torch.rand(2, 3, 8 * grid[0], 8 * grid[1]))
+    torch.testing.assert_close(other.forward_head(features, pre_logits=True), features[:, 1:].mean(1))
 
 
 def test_command_both_ways(run_main, tmp_path):

@@ -1,8 +1,13 @@
-"""ONNX and torch.export files: the same logits, one loop per scan, metadata, nothing else inside."""
+"""ONNX and torch.export files: the same logits, one loop per scan, metadata, nothing else inside.
+
+`python tests/vim/test_export_graphs.py` does it with the whole of Vim-Tiny, which takes minutes.
+"""
 
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -153,3 +158,26 @@ def test_the_kernels_are_back_after_a_trace():
     with pytest.raises(UserError):
         portable.trace(tiny(), (31, 31), 3)
     assert (vim.mix.selective_scan, vim.mix.causal_conv1d) == before
+
+
+def whole_vim_tiny() -> None:
+    """Vim-Tiny with random weights and an open image size, both formats: time, size and difference, one line each."""
+    torch.manual_seed(0)
+    model = timm.create_model("vim_tiny_patch16_224", dynamic_img_size=True).eval()
+    weights = sum(4 * p.numel() for p in model.parameters())
+    shapes = [(batch, 3, *size) for batch in (1, 3) for size in ((224, 224), (160, 256))]
+    start = time.process_time()
+    program = portable.trace(model, (224, 224), 3, dynamic_size=True)
+    print(f"trace: {time.process_time() - start:.0f} s of CPU time")
+    for fmt, write in (("onnx", portable.write_onnx), ("pt2", portable.write_pt2)):
+        with tempfile.TemporaryDirectory() as folder:
+            start, out = time.process_time(), Path(folder) / f"a.{fmt}"
+            written = write(program, out, {})
+            took, size = time.process_time() - start, out.stat().st_size
+            difference = portable.largest_difference(model, written, shapes)
+        print(f"{fmt}: {took:.0f} s, {size / 1e6:.2f} MB, {size / weights:.3f} of the weights, {difference:.2g} off")
+        assert difference < 1e-4 and (fmt == "pt2" or size <= 1.2 * weights)
+
+
+if __name__ == "__main__":
+    whole_vim_tiny()

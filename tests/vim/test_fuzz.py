@@ -217,6 +217,20 @@ def test_files(kind, tmp_path):
     assert refused == RUNS if kind in REFUSED else refused
 
 
+@pytest.mark.parametrize("header", [b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', b"", b"{"])
+def test_a_header_that_is_two_gigabytes(header, tmp_path):
+    """Not only said to be so: the file is as long (and empty on the disk), and still little of it is read."""
+    path = tmp_path / "a.safetensors"
+    size = 2 * 2**30
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", size) + header)
+        file.truncate(8 + size + 16)
+    before = most_memory()
+    with pytest.raises(WeightsError, match="is damaged or no safetensors file"):
+        vim.load_weights(model(), path, "shufflemamba")
+    assert most_memory() - before < 15 * 2**20
+
+
 def test_files_that_are_not_damaged_load(tmp_path):
     for suffix, content in ((".safetensors", safetensors_file(tmp_path)), (".pth", torch_file({"model": STATE}))):
         (tmp_path / f"b{suffix}").write_bytes(content)

@@ -1,39 +1,17 @@
 """Weights by name: from a hub cache laid out here, never from the network; and the table of what is public."""
 
 import re
-import sys
 
-import huggingface_hub
 import pytest
 import timm
 import torch
 
 import vim
-from vim import zoo
 from vim.checkpoint import MissingFile, WeightsError
 from vim.zoo import PUBLIC, VARIANTS
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 7}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
-    """huggingface_hub's own offline mode, and an empty cache as its default one."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
-
-
-def cached(hub, repository, file, content, revision="main"):
-    """Lay `content` out as the hub's client caches a file of a repository."""
-    root = hub / f"models--{repository.replace('/', '--')}"
-    (root / "refs").mkdir(parents=True, exist_ok=True)
-    (root / "refs" / revision).write_text(COMMIT)
-    path = root / "snapshots" / COMMIT / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, path)
-    return path
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def official(name, **changed):
@@ -44,7 +22,7 @@ def official(name, **changed):
 
 
 @pytest.mark.parametrize("name", ["vim_tiny_patch16_224", "videomamba_middle_patch16_224"])
-def test_weights_by_name_come_from_the_cache(name, offline):
+def test_weights_by_name_come_from_the_cache(name, offline, cached):
     source, weights = official(name)
     row = PUBLIC[name]
     cached(offline, row.repository, row.file, {"model": weights})
@@ -63,19 +41,19 @@ def test_weights_by_name_come_from_the_cache(name, offline):
     assert len(features.model.layers) == 1 and torch.equal(features.model.pos_embed, source.pos_embed)
 
 
-def test_another_cache_and_an_incomplete_one(tmp_path):
+def test_another_cache_and_an_incomplete_one(cached, tmp_path):
     source, weights = official("vim_small_patch16_224")
     row = PUBLIC["vim_small_patch16_224"]
     cached(tmp_path / "mine", row.repository, row.file, {"model": weights})
     model = timm.create_model("vim_small_patch16_224", pretrained=True, cache_dir=tmp_path / "mine", **TINY)
     assert torch.equal(model.pos_embed, source.pos_embed)
     with pytest.raises(
-        ValueError, match=rf"hustvl/Vim-small-midclstok: {row.file} cannot be downloaded \(.*local cache"
+        ValueError, match=rf"hustvl/Vim-small-midclstok@main: {row.file} cannot be downloaded \(.*local cache"
     ):
         timm.create_model("vim_small_patch16_224", pretrained=True, **TINY)
 
 
-def test_stride_8_weights_take_the_stride_8_file(offline):
+def test_stride_8_weights_take_the_stride_8_file(offline, cached):
     name = "vim_tiny_patch16_stride8_224"
     changed = {"img_size": 224, "patch_size": 16, "depth": 1}
     _, weights = official(name, **changed)
@@ -89,7 +67,7 @@ def test_stride_8_weights_take_the_stride_8_file(offline):
         timm.create_model("vim_tiny_patch16_224", pretrained=True, **{**TINY, **changed})
 
 
-def test_a_hostile_or_foreign_file_of_the_hub_is_refused(offline, tmp_path):
+def test_a_hostile_or_foreign_file_of_the_hub_is_refused(offline, cached, tmp_path):
     row = PUBLIC["vim_tiny_patch16_224"]
 
     class Hostile:
@@ -136,9 +114,3 @@ def test_a_file_named_in_the_configuration(tmp_path):
     with pytest.raises(MissingFile, match=r"nowhere\.pth: no such file"):
         overlay = {"file": "nowhere.pth"}
         timm.create_model("arm_base_patch16_224", pretrained=True, pretrained_cfg_overlay=overlay, **TINY)
-
-
-def test_without_the_client_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"pip install 'slws-vim\[hf\]'"):
-        zoo._download("a/b", "c.pth", None)
