@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import clip
 from .checkpoint import read_config, read_weights
 from .runtime import UserError, log
-from .schema import DistillConfig, SlwsConfig
+from .schema import DistillConfig
 
 
 class Features(NamedTuple):
@@ -235,7 +235,8 @@ def _named(distill: DistillConfig) -> Source:
         if "QuickGELU" in str(cfg.notes) and not isinstance(getattr(vit.blocks[0].mlp, "act", None), QuickGELU):
             log.warning("distill.teacher %s: its weights were trained with QuickGELU, this model has another", name)
         if file:
-            return checkpoint_filter_fn(read_weights(file)[0], vit, antialias=False)
+            wide = {k: w.float() for k, w in read_weights(file)[0].items()}  # the filter resamples positions
+            return checkpoint_filter_fn(wide, vit, antialias=False)
         try:
             return timm.create_model(name, pretrained=True).state_dict()
         except Exception as error:  # of the network, the hub's client, or the file: each has its own
@@ -256,7 +257,7 @@ def _own(path: Path) -> Source:
     if not values:
         raise UserError(f"distill.teacher: {path} is no checkpoint of train.py")
     cfg = config.load(values, [], "train.py")
-    cfg.slws = SlwsConfig()  # a frozen model shuffles nothing, and its weights are not those it began with
+    # Not with the weights that it began with, which would be downloaded.
     cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in export.NOT_BUILT}
     vit = clip.skeleton(lambda: tasks.build_model(cfg, meta.get("num_classes", 0)))
     how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]

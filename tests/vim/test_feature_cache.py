@@ -138,7 +138,7 @@ def test_killed_while_writing(tmp_path, name, there):
 
 
 def test_many_processes_open_and_fill_one_folder(tmp_path):
-    barrier = multiprocessing.get_context("fork").Barrier(6)
+    barrier = multiprocessing.get_context("fork").Barrier(6, timeout=30)  # one that fails leaves the others waiting
 
     def one(number):
         barrier.wait()
@@ -153,6 +153,20 @@ def test_many_processes_open_and_fill_one_folder(tmp_path):
     got, computed = ask(opened(tmp_path / "c"), *range(ROWS))
     assert not computed
     same(got, rounded(range(ROWS)))
+
+
+def test_another_process_is_first(tmp_path, monkeypatch):
+    """It made and filled the folder between the look for it and the renaming."""
+    rename = os.rename
+
+    def late(source, target):
+        monkeypatch.setattr(os, "rename", rename)
+        ask(opened(tmp_path / "c"), 2)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert not ask(opened(tmp_path / "c"), 2)[1]
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 def test_says_what_it_costs(tmp_path, caplog, monkeypatch):

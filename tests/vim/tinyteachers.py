@@ -12,8 +12,8 @@ from vim.schema import DistillConfig
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 52,
+    "hidden_size": 28,
+    "intermediate_size": 61,  # 28 * (61 / 28) is less than 61
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "patch_size": 4,
