@@ -77,10 +77,11 @@ def save_tensors(weights: dict[str, Tensor], path: str | Path, meta: dict[str, A
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     text = {k: json.dumps(v) if k in JSON_KEYS else str(v) for k, v in meta.items()}
     with _replacing(path) as temporary:
-        save_file(weights, temporary, {"format": "pt", **text, CHECKSUM: _checksum(weights)})
+        save_file(weights, temporary, {"format": "pt", **text, CHECKSUM: checksum(weights)})
 
 
-def _checksum(weights: dict[str, Tensor]) -> str:
+def checksum(weights: dict[str, Tensor]) -> str:
+    """CRC-32 of names, dtypes and values of tensors on the CPU, in hexadecimal."""
     value = 0
     for name in sorted(weights):
         tensor = weights[name].contiguous().reshape(-1)
@@ -205,7 +206,7 @@ def _read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, An
         meta = {k: json.loads(v) if k in JSON_KEYS else v for k, v in meta.items()}
     except Exception as error:
         raise WeightsError(f"{path}: is damaged or no safetensors file") from error
-    if meta.pop(CHECKSUM, None) not in (None, _checksum(weights)):
+    if meta.pop(CHECKSUM, None) not in (None, checksum(weights)):
         raise WeightsError(f"{path}: is damaged (its tensors do not match their checksum)")
     return weights, _checked(meta, path)
 

@@ -20,11 +20,12 @@ import slws
 from ssm_kernels import OPS
 
 from . import data, engine, masked, plots
+from .checkpoint import checksum
 from .feature_cache import FeatureCache
 from .models import VisionMamba
 from .runtime import UserError, World, derive_seed
 from .schema import Config
-from .teachers import Features, build_teacher, check_teacher
+from .teachers import Features, Teacher, build_teacher, check_teacher
 from .zoo import VARIANTS
 
 
@@ -184,8 +185,9 @@ class MaskedDistill(Task):
                 f"too {'many' if self.count else 'few'}"
             )
         self.grid, self.look = grid, {key: loaders.preprocess[key] for key in ("mean", "std")}
-        self.teacher = build_teacher(self.distill, grid, **self.look, channels=config.model.in_chans).to(world.device)
-        self.cache = _open_cache(config, loaders, self.patches, self.teacher.width) if self.distill.cache else None
+        self.teacher = build_teacher(self.distill, grid, **self.look, channels=config.model.in_chans)
+        self.cache = _open_cache(config, loaders, self.patches, self.teacher) if self.distill.cache else None
+        self.teacher.to(world.device)
         try:
             self.model = masked.Student(encoder, self.teacher.width, self.distill)
         except AssertionError as error:
@@ -233,19 +235,17 @@ class MaskedDistill(Task):
             plots.distillation(*columns, self.grid, self.look, out / "distillation.png")
 
 
-def _open_cache(config: Config, loaders: data.Data, patches: int, width: int) -> FeatureCache:
+def _open_cache(config: Config, loaders: data.Data, patches: int, teacher: Teacher) -> FeatureCache:
     """The cache of this configuration's teacher on this data, whose every training image has `data.crops` rows."""
     if isinstance(loaders.train, data.Stream):
         raise UserError(f"distill.cache: {config.data.dataset} streams its images, which then have no numbers")
     images = loaders.train.dataset
-    chosen = asdict(config.data) | {key: loaders.preprocess[key] for key in ("mean", "std", "input_size")}
+    about = {"images": images.fingerprint(), "seed": config.seed, "teacher": checksum(teacher.state_dict())}
+    about |= {key: getattr(config.distill, key) for key in ("teacher_precision", "target")}
+    about |= asdict(config.data) | {key: loaders.preprocess[key] for key in ("mean", "std", "input_size")}
     for key in ("root", "val_split", "batch_size", "eval_batch_size", "workers", "repeats", "crop_pct", "smoothing"):
-        del chosen[key]  # what training images look like does not depend on these
-    teacher = {
-        key: getattr(config.distill, key) for key in ("teacher", "teacher_weights", "teacher_precision", "target")
-    }
-    about = {"seed": config.seed, "images": images.fingerprint(), **teacher, **chosen}
-    return FeatureCache(config.distill.cache, about, len(images) * config.data.crops, patches, width)
+        del about[key]  # training images look the same whatever these are
+    return FeatureCache(config.distill.cache, about, len(images) * config.data.crops, patches, teacher.width)
 
 
 def build_task(config: Config, model: nn.Module, loaders: data.Data, world: World) -> Task:

@@ -201,6 +201,11 @@ def test_cached_features_are_those_computed(folder, teacher, tmp_path, monkeypat
     tinyrun.assert_same(*states)
     with pytest.raises(UserError, match="was made with seed 0"):
         train.main(arguments(folder, tmp_path / "three", teacher, *cache, "--seed=1"))
+    state = checkpoint.read(teacher)  # another teacher in the same place
+    state["model"]["pos_embed"] += 1
+    torch.save(state, tmp_path / "best.pt")
+    with pytest.raises(UserError, match="was made with teacher "):
+        train.main(arguments(folder, tmp_path / "three", tmp_path / "best.pt", *cache))
 
 
 def test_crops_come_again():
