@@ -183,8 +183,9 @@ class VisionMamba(TimmInterface):
         prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         return torch.cat([*prefix, x], 1) + self._positions(grid), grid
 
-    def _through_layers(self, x, grid, layers, taken=()):
-        """Tokens through the first `layers` blocks: (x, residual, how they lie, {i: tokens after block i, native})."""
+    def _through_layers(self, images, layers, taken=()):
+        """Images through `layers` blocks: (x, residual, how they lie, {i: tokens after block i, native})."""
+        x, grid = self._embed(images)  # here, so that no caller holds the first tokens till the end
         steps, columns = self._plan(grid, x.device)
         residual, stored, kept = None, None, {}
         for i, (layer, step) in enumerate(zip(self.layers[:layers], steps, strict=False)):
@@ -203,7 +204,7 @@ class VisionMamba(TimmInterface):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> normalised tokens (b, prefix + patches, d), prefix tokens first."""
-        x, residual, stored, _ = self._through_layers(*self._embed(x), len(self.layers))
+        x, residual, stored, _ = self._through_layers(x, len(self.layers))
         return self._final_norm(x, residual, stored)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
