@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class TimmInterface(nn.Module):
-    """Mixed into VisionMamba, which brings the layers, `_embed`, `_through_layers` and `_final_norm`."""
+    """Mixed into VisionMamba, which brings the layers, `_through_layers` and `_final_norm`."""
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -65,14 +65,14 @@ class TimmInterface(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.layers), indices)
-        x, grid = self._embed(x)
         layers = last + 1 if stop_early else len(self.layers)
-        x, residual, stored, kept = self._through_layers(x, grid, layers, set(taken))
+        size = x.shape[-2:]
+        x, residual, stored, kept = self._through_layers(x, layers, set(taken))
         tokens = [self._final_norm(kept[i]) if norm else kept[i] for i in sorted(kept)]
         prefix = [t[:, : self.num_prefix_tokens] for t in tokens]
         features = [t[:, self.num_prefix_tokens :] for t in tokens]
         if output_fmt == "NCHW":
-            features = [rearrange(f, "b (h w) d -> b d h w", h=grid[0]) for f in features]
+            features = [rearrange(f, "b (h w) d -> b d h w", h=self.patch_embed.grid(*size)[0]) for f in features]
         if return_prefix_tokens:
             features = list(zip(features, prefix, strict=True))
         return features if intermediates_only else (self._final_norm(x, residual, stored), features)

@@ -7,6 +7,7 @@ intermediate tensor that is about a third of the memory.
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ssm_kernels import causal_conv1d, inverse, permute_rows, scan_again, scan_keeping, selective_scan
+
+_LARGE, _CHANNELS = 2**21, 32  # numbers from which on x goes through in pieces; channels in a piece for each thread
 
 
 class Direction(NamedTuple):
@@ -31,6 +34,12 @@ class Direction(NamedTuple):
     A_log: Tensor
     D: Tensor
 
+    def channels(self, c: slice) -> Direction:
+        """The parameters of these of the d channels."""
+        per_channel = self._asdict() | {"x_proj": self.x_proj.t()}
+        some = Direction(**{name: value[c] for name, value in per_channel.items()})
+        return some._replace(x_proj=some.x_proj.t())
+
 
 def mix(xz: Tensor, directions: list[Direction], transposed: Tensor | None, scale: float) -> Tensor:
     """xz (b, l, 2d), the input and the gate -> (b, l, d): the scans' sum times `scale` times silu(gate).
@@ -43,7 +52,23 @@ def mix(xz: Tensor, directions: list[Direction], transposed: Tensor | None, scal
     if differentiated and not torch.compiler.is_compiling():  # a compiler decides itself what to compute again
         return _Mix.apply(xz, transposed, scale, *parameters)
     x, z = _halves(xz)
-    ys = [selective_scan(*inputs[:6], None, *inputs[6:]) for inputs in _scan_inputs(x, directions, transposed, scale)]
+    channels = _CHANNELS * torch.get_num_threads()
+    small = xz.device.type != "cpu" or x.numel() < _LARGE or x.shape[1] <= channels
+    if small or differentiated or torch.compiler.is_compiling():
+        return _gated(x, z, directions, transposed, scale)
+    project = lambda p, u: F.linear(u.transpose(1, 2), p.x_proj)  # noqa: E731
+    projected = [*starmap(project, _convolved(x, directions, transposed))]  # holds one convolution at a time
+    out = torch.empty_like(xz[..., : x.shape[1]])
+    for start in range(0, x.shape[1], channels):
+        c = slice(start, start + channels)
+        some = [p.channels(c) for p in directions]
+        out[..., c] = _gated(x[:, c], z[:, c], some, transposed, scale, projected)
+    return out
+
+
+def _gated(x, z, directions, transposed, scale, projected=None) -> Tensor:
+    inputs = _scan_inputs(x, directions, transposed, scale, projected)
+    ys = [selective_scan(*i[:6], None, *i[6:]) for i in inputs]
     return (_sum(ys, transposed) * F.silu(z)).transpose(1, 2)
 
 
@@ -52,19 +77,27 @@ def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
     return xz.transpose(1, 2).chunk(2, 1)
 
 
-def _scan_inputs(x: Tensor, directions, transposed: Tensor | None, scale: float):
-    """The arguments of each direction's scan, after convolution and projections. Scaling C and D scales its output."""
+def _convolved(x: Tensor, directions, transposed: Tensor | None):
+    """(parameters, convolution of x) of each direction."""
     for number, p in enumerate(directions):
         if number == 2:
             x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
-        reverse = number % 2 == 1
-        u = causal_conv1d(x, p.conv_weight.squeeze(1), p.conv_bias, "silu", reverse)
+        yield p, causal_conv1d(x, p.conv_weight.squeeze(1), p.conv_bias, "silu", number % 2 == 1)
+
+
+def _scan_inputs(x: Tensor, directions, transposed: Tensor | None, scale: float, projected=None):
+    """The arguments of each direction's scan, after convolution and projections. Scaling C and D scales its output.
+
+    `projected`: each direction's x_proj output, where x and the parameters hold some of the channels only.
+    """
+    for number, (p, u) in enumerate(_convolved(x, directions, transposed)):
         n = p.A_log.shape[1]
-        dt, B, C = F.linear(u.transpose(1, 2), p.x_proj).split([p.dt_weight.shape[1], n, n], -1)
+        rows = projected[number] if projected else F.linear(u.transpose(1, 2), p.x_proj)
+        dt, B, C = rows.split([p.dt_weight.shape[1], n, n], -1)
         delta = F.linear(dt, p.dt_weight)
         delta, B, C = (t.transpose(1, 2) for t in (delta, B, C * scale if scale != 1 else C))
         A = -torch.exp(_wide(p.A_log))
-        yield u, delta, A, B, C, _wide(p.D) * scale, _wide(p.dt_bias), True, reverse
+        yield u, delta, A, B, C, _wide(p.D) * scale, _wide(p.dt_bias), True, number % 2 == 1
 
 
 def _wide(x: Tensor) -> Tensor:

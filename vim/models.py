@@ -170,8 +170,8 @@ class VisionMamba(TimmInterface):
         shuffles = [layer.slws.sample(patches + len(places), device) for layer in self.layers]
         return plan(shuffles, order), columns
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Images -> tokens (b, l, d) with positions, in native order, and the patch grid."""
+    def _embed(self, x: Tensor, visible: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """Images -> tokens (b, l, d) with positions, in native order, and the patch grid; of patches, those visible."""
         size = tuple(x.shape[-2:])
         if not self.dynamic_img_size and size != self.patch_embed.img_size:
             raise ValueError(
@@ -181,10 +181,16 @@ class VisionMamba(TimmInterface):
         grid = self.patch_embed.grid(*size)
         x = self.patch_embed(x)
         prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
-        return torch.cat([*prefix, x], 1) + self._positions(grid), grid
+        x = torch.cat([*prefix, x], 1) + self._positions(grid)
+        if visible is not None:
+            rows = torch.arange(self.num_prefix_tokens, device=x.device).expand(len(x), -1)
+            rows = torch.cat([rows, visible + self.num_prefix_tokens], 1)
+            x = x.gather(1, rows[..., None].expand(-1, -1, self.embed_dim))
+        return x, grid
 
-    def _through_layers(self, x, grid, layers, taken=()):
-        """Tokens through the first `layers` blocks: (x, residual, how they lie, {i: tokens after block i, native})."""
+    def _through_layers(self, images, layers, taken=(), visible=None):
+        """Images through `layers` blocks: (x, residual, how they lie, {i: tokens after block i, native})."""
+        x, grid = self._embed(images, visible)  # here, so that no caller holds the first tokens till the end
         steps, columns = self._plan(x.shape[1] - self.num_prefix_tokens, grid, x.device)
         residual, stored, kept = None, None, {}
         for i, (layer, step) in enumerate(zip(self.layers[:layers], steps, strict=False)):
@@ -203,21 +209,18 @@ class VisionMamba(TimmInterface):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> normalised tokens (b, prefix + patches, d), prefix tokens first."""
-        x, residual, stored, _ = self._through_layers(*self._embed(x), len(self.layers))
+        x, residual, stored, _ = self._through_layers(x, len(self.layers))
         return self._final_norm(x, residual, stored)
 
-    def forward_visible(self, x: Tensor, kept: Tensor) -> Tensor:
-        """Images and the patches to see, (b, k) int64 -> normalised tokens (b, prefix + k, d), patches in kept's order.
+    def forward_visible(self, x: Tensor, visible: Tensor) -> Tensor:
+        """Images and the patches to see, (b, k) int64 -> normalised tokens (b, prefix + k, d), patches in that order.
 
         The layers scan those tokens alone, each with its position in the whole image. Raises ValueError with four
         directions, which scan a whole grid.
         """
         if self.directions == 4:
             raise ValueError("four directions scan a whole patch grid: a masked image needs directions=2 or 1")
-        x, grid = self._embed(x)
-        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        seen = patches.gather(1, kept[..., None].expand(-1, -1, self.embed_dim))
-        x, residual, stored, _ = self._through_layers(torch.cat([prefix, seen], 1), grid, len(self.layers))
+        x, residual, stored, _ = self._through_layers(x, len(self.layers), visible=visible)
         return self._final_norm(x, residual, stored)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

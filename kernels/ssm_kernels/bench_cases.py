@@ -124,7 +124,22 @@ def permute_case(device: torch.device, quick: bool) -> Case:
     def ours(x, index, backend):
         return permute_rows(index, x, backend=backend)
 
-    return _op_case("permute_rows", ours, gather, make)
+    case = _op_case("permute_rows", ours, gather, make)
+    inputs, grads = make(False)
+    case.steps["clone, its backward too"] = _step(lambda x, index: _Clone.apply(x), inputs, grads)
+    return case
+
+
+class _Clone(torch.autograd.Function):
+    """The traffic of a permutation, as many bytes read and written and new memory, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.clone()
 
 
 def _agrees(make_output: Callable[[], list[Tensor]], tolerance: float = 1e-4) -> str | None:

@@ -289,6 +289,17 @@ def test_gradients_of_several_permuted_tensors():
     assert b.grad is None or not b.grad.any()
 
 
+def test_a_second_derivative_of_a_permutation():
+    """Of the cubed sum, against autograd through an indexed copy."""
+    g = torch.Generator().manual_seed(0)
+    x, index = torch.randn(2, 9, 4, generator=g).requires_grad_(), torch.randperm(9, generator=g)
+    weigh, found = torch.linspace(-1, 1, x.numel()).view_as(x), []
+    for move in (lambda x: permute(index, x), lambda x: x[:, index]):
+        (first,) = torch.autograd.grad((move(x) ** 3).sum() * 0.5, x, create_graph=True)
+        found.append(torch.autograd.grad((first * weigh).sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
 def test_a_second_derivative_is_refused():
     inputs, grads = norm_inputs()
     x = inputs.pop("x").requires_grad_()

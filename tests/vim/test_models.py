@@ -200,7 +200,7 @@ def test_a_model_shuffles_at_linear_rates():
     torch.manual_seed(0)
     seen = torch.zeros(5)
     for _ in range(4000):
-        steps, _ = model._plan((1, 3), "cpu")
+        steps, _ = model._plan(3, (1, 3), "cpu")
         orders = [None if s.stored is None else s.stored.tolist() for s in steps]
         seen += torch.tensor([orders[i] not in ([1, 0, 2, 3],) for i in range(5)], dtype=torch.float)
     same = 1 / math.factorial(4)  # a drawn shuffle may be the identity

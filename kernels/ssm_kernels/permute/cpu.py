@@ -9,7 +9,6 @@ import math
 from ctypes import c_int64
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import cpp
 from . import reference
@@ -19,6 +18,7 @@ DTYPES = reference.DTYPES
 
 _lib = torch.library.Library("ssm_kernels", "FRAGMENT")
 _lib.define("cpu_permute_rows(Tensor index, Tensor[] tensors, bool inverse) -> Tensor[]")
+_operator = torch.ops.ssm_kernels.cpu_permute_rows.default
 
 
 def load(device: torch.device):
@@ -27,23 +27,29 @@ def load(device: torch.device):
 
 
 def permute_rows(index, *tensors):
+    return _move(index, tensors, False)
+
+
+def _move(index, tensors, inverse):
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _Permute.apply(index, *tensors)
-    return tuple(torch.ops.ssm_kernels.cpu_permute_rows(index, tensors, False))
+        return _Permute.apply(index, inverse, *tensors)
+    return tuple(_operator(index, tensors, inverse))
 
 
 class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, index, *tensors):
-        ctx.save_for_backward(index)
-        return tuple(torch.ops.ssm_kernels.cpu_permute_rows(index, tensors, False))
+    """Linear, so its backward is itself the other way round; `once_differentiable` would cost more than small rows."""
 
     @staticmethod
-    @once_differentiable
+    def forward(ctx, index, inverse, *tensors):
+        ctx.save_for_backward(index)
+        ctx.inverse = inverse
+        return tuple(_operator(index, tensors, inverse))
+
+    @staticmethod
     def backward(ctx, *grads):
         (index,) = ctx.saved_tensors
-        moved = iter(torch.ops.ssm_kernels.cpu_permute_rows(index, [g for g in grads if g is not None], True))
-        return None, *(None if g is None else next(moved) for g in grads)
+        moved = iter(_move(index, [g for g in grads if g is not None], not ctx.inverse))
+        return None, None, *(None if g is None else next(moved) for g in grads)
 
 
 def _permute(index, tensors, inverse):
