@@ -6,7 +6,7 @@ Rows that are contiguous are read where they are, whatever the strides between t
 from __future__ import annotations
 
 import math
-from ctypes import c_int64
+import struct
 
 import torch
 
@@ -57,13 +57,13 @@ def _permute(index, tensors, inverse):
     out, rows, bytes_moved = [], [], 0
     tensors = [x if x.is_contiguous() or x[:1, :1].is_contiguous() else x.contiguous() for x in tensors]
     for x in tensors:
-        y, size = torch.empty(x.shape, dtype=x.dtype), x.element_size()
+        y, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.element_size()
         count = math.prod(x.shape[2:])
         rows += x.data_ptr(), y.data_ptr(), x.stride(0) * size, x.stride(1) * size, count * size
         bytes_moved += y.nbytes
         out.append(y)
     head = (b, length, len(out), cpp.threads(bytes_moved // 4), inverse, index.data_ptr())
-    wrong = cpp.library().permute_rows((c_int64 * (len(head) + len(rows)))(*head, *rows))
+    wrong = cpp.library().permute_rows(struct.pack(f"{len(head) + len(rows)}q", *head, *rows))
     if wrong >= 0:
         raise cpp.wrong_index("permute_rows", index, wrong)
     return out
