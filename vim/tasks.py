@@ -122,7 +122,9 @@ class Task:
         return "not evaluated" if math.isinf(best) else f"best {self.metric} {self.sign * best:.4f}"
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """{"loss": scalar} of `model`, which may be wrapped, on a batch of the training loader."""
+        """{"loss": scalar} of `model`, which may be wrapped, on images on its device and what the loader gives along
+        with them, on the CPU.
+        """
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, loader) -> dict[str, Any]:
@@ -153,6 +155,7 @@ class Classify(Task):
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """{"loss": scalar} of images (b, c, h, w) and classes (b,); draws from numpy's generator for Mixup."""
+        targets = targets.to(images.device, non_blocking=True)
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
         logits = model(images)
@@ -202,18 +205,18 @@ class MaskedDistill(Task):
         if self.cache is None:
             features = self.teacher(images)
         else:
-            features = self.cache.features(rows.cpu(), lambda: self.teacher(images), images.device)
+            features = self.cache.features(rows, lambda: self.teacher(images), images.device)
         return {"loss": self._compare(model, images, features)[0].mean()}
 
     def _compare(self, model, images: Tensor, features: Features, noise: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(loss (b,), cosine (b, n) of prediction and target, patches kept (b, k)) of a batch."""
+        """(loss (b,), prediction and target (b, n, d), patches kept (b, k)) of a batch."""
         distill = self.distill
         weights = features.attention if distill.mask == "attention" else torch.ones_like(features.attention)
         kept = masked.draw_visible(weights, self.count, distill.sort_visible, noise)
         target = masked.normalize(features.tokens, distill.normalize)
         predicted = model(images, kept).float()
         loss = masked.average(masked.distance(predicted, target, distill.loss), kept, distill.loss_on)
-        return loss, nn.functional.cosine_similarity(predicted.detach(), target, dim=-1), kept
+        return loss, predicted, target, kept
 
     def evaluate(self, model: nn.Module, loader) -> dict[str, Any]:
         """Mean loss and cosine over all images, which do not depend on the batch size (but for normalize: batch)."""
@@ -221,7 +224,8 @@ class MaskedDistill(Task):
 
         def score(images: Tensor) -> tuple[Tensor, Tensor]:
             with engine.autocast(self.precision, self.world.device):
-                loss, cosine, kept = self._compare(model, images, self.teacher(images), self.noise)
+                loss, predicted, target, kept = self._compare(model, images, self.teacher(images), self.noise)
+            cosine = nn.functional.cosine_similarity(predicted, target, dim=-1)
             if len(self.seen) < self.SHOWN:
                 self.seen.append(tuple(x[0].cpu() for x in (images, kept, cosine)))
             return loss, cosine.mean(1)
