@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from .models import VisionMamba
 from .runtime import UserError, World, derive_seed
 from .schema import Config
 from .teachers import Features, Teacher, build_teacher, check_teacher
-from .zoo import VARIANTS
+from .zoo import VARIANTS, near
 
 
 def check(config: Config) -> None:
@@ -59,8 +58,7 @@ def build_model(config: Config, classes: int) -> nn.Module:
     """
     name, model = config.model.name, config.model
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), 3)
-        raise UserError(f"model.name: timm knows no {name!r}" + (f"; near it: {', '.join(near)}" if near else ""))
+        raise UserError(f"model.name: timm knows no {name!r}{near(name)}")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": model.in_chans}
     if model.drop:
         arguments["drop_rate"] = model.drop
