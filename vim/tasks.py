@@ -29,7 +29,7 @@ from .zoo import VARIANTS, near
 
 
 def check(config: Config) -> None:
-    """Raises UserError for what does not fit the task, before anything is read."""
+    """Raises UserError for what does not fit the task, before any image is read and anything is built."""
     if config.task != "distill":
         return
     model, distill = config.model, config.distill
