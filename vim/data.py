@@ -203,9 +203,8 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
         train.transform = train_transform
         return Data(Stream(train, data.batch_size, data.workers, world, config.seed, True), val_loader, classes, how)
     _check_same_classes(config, train, val)
-    images = Images(
-        train, train_transform, mode, config.seed, data.skip_corrupt, True, data.crops, rows=config.task == "distill"
-    )
+    more = {"replace": True, "crops": data.crops, "rows": config.task == "distill"}
+    images = Images(train, train_transform, mode, config.seed, data.skip_corrupt, **more)
     batches = TrainBatches(len(train), data.batch_size, world, config.seed, data.repeats)
     if not len(batches):
         raise UserError(

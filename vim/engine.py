@@ -57,6 +57,8 @@ def train_epoch(
 ) -> None:
     """The rest of the run's current epoch. `loader` starts at batch run.batch.
 
+    `loss_of` gets the model, images on its device, and targets where the loader left them: on the CPU, for a cache's
+    row numbers are needed there and to fetch them from the device would wait for it at every step.
     `on_log(loss)` is called every train.log_every batches with this process's last loss, `on_save()` where
     train.save_every_steps says so, after an optimizer step and on all processes at the same batch.
     """
@@ -69,7 +71,6 @@ def train_epoch(
         batch, rank = run.batch, run.world.rank
         seed_everything(derive_seed(config.seed, run.epoch, batch, rank))
         images = images.to(run.world.device, non_blocking=True)
-        targets = targets.to(run.world.device, non_blocking=True)
         first_of_step = batch - batch % train.accumulation
         step_size = min(train.accumulation, batches - first_of_step)
         last = batch + 1 == first_of_step + step_size

@@ -82,8 +82,11 @@ def _official(source: str | Path, meta: dict[str, Any], weights: dict[str, Tenso
     return convert.convert_state_dict(weights, meta["family"], to="official")
 
 
-def _model(cfg: Config, classes: int) -> nn.Module:
-    """The configuration's model without what only training has."""
+def build_model(cfg: Config, classes: int) -> nn.Module:
+    """The configuration's model without what only training has: SLWS, dropout, the weights that it began with.
+
+    `cfg` loses these keys.
+    """
     cfg.slws.rate = cfg.model.drop = cfg.model.drop_path = 0.0
     cfg.model.grad_checkpointing = False
     cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in NOT_BUILT}
@@ -121,7 +124,7 @@ def _timm_config(cfg: Config, meta: dict[str, Any], weights: dict[str, Tensor]) 
 def _graph(source, cfg: Config, fmt: str, out, meta: dict[str, Any], weights, dynamic_size: bool) -> None:
     from . import portable  # which loads torch.export
 
-    model = _model(cfg, meta["num_classes"])
+    model = build_model(cfg, meta["num_classes"])
     convert.load_weights(model, weights, family="native")
     size, channels = tasks.input_size(cfg, model), cfg.model.in_chans
     about = meta | {"preprocessing": _preprocessing(cfg, size, model.pretrained_cfg)}

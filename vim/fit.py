@@ -44,13 +44,11 @@ def pretraining(model: VisionMamba, weights, report: Report) -> None:
     published = "norm.weight" in weights and "norm_f.weight" not in weights
     if not published and not any(name.startswith("decoder.") for name in weights):
         return
-    for kind in PRETRAINING_ONLY:
-        names = [name for name in weights if name.startswith(kind)]
-        for name in names:
-            del weights[name]
-        if names:
-            listed = ", ".join(names) if kind == "norm." else f"{len(names)} tensors {kind}*"
-            report.dropped.append(f"{listed} (of pretraining)")
+    names = [name for name in weights if name.startswith(PRETRAINING_ONLY)]
+    for name in names:
+        del weights[name]
+    listed = names if published else [f"{len(names)} tensors decoder*"]
+    report.dropped += [f"{each} (of pretraining)" for each in listed]
     fresh = ("head.", "norm_f.") if published else ("head.",)
     report.fresh |= {name for name in model.state_dict() if name.startswith(fresh)} - weights.keys()
 

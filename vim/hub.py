@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .runtime import UserError
+from .runtime import UserError, first_line
 
 PREFIXES = ("hf_hub:", "hf-hub:")  # timm takes both
 _SPEC = re.compile(r"hf[_-]hub:([\w.-]+/[\w.-]+)(?:@([^@/\s]+))?/([^@/\s](?:[^@]*[^@/\s])?)")
@@ -39,7 +39,7 @@ def download(repository: str, file: str, revision: str | None = None, cache_dir:
     try:
         return hf_hub_download(repository, file, revision=revision, cache_dir=cache_dir)
     except errors.LocalEntryNotFoundError as error:
-        why = f"it is not in the local cache, and the hub cannot be reached: {_first_line(error.__cause__ or error)}"
+        why = f"it is not in the local cache, and the hub cannot be reached: {first_line(error.__cause__ or error)}"
         raise UserError(f"{where}: {file} cannot be downloaded ({why})") from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(f"{where}: the hub has no such repository, or it is not public") from error
@@ -48,8 +48,4 @@ def download(repository: str, file: str, revision: str | None = None, cache_dir:
     except errors.EntryNotFoundError as error:
         raise UserError(f"{where}: the repository has no file {file}") from error
     except Exception as error:  # the client has many kinds, and those of its HTTP library
-        raise UserError(f"{where}: {file} cannot be downloaded ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}: {file} cannot be downloaded ({first_line(error)})") from error

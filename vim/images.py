@@ -32,7 +32,17 @@ class Images(Dataset):
     of the image's augmentation, index * crops + epoch % crops, takes the class's place.
     """
 
-    def __init__(self, source, transform, mode, seed, skip_corrupt=False, replace=False, crops=None, rows=False):
+    def __init__(
+        self,
+        source,
+        transform,
+        mode: str,
+        seed: int,
+        skip_corrupt: bool = False,
+        replace: bool = False,
+        crops: int | None = None,
+        rows: bool = False,
+    ):
         self.source, self.transform, self.mode = source, transform, mode
         self.seed, self.skip_corrupt, self.replace = seed, skip_corrupt, replace
         self.crops, self.rows = crops, rows

@@ -73,6 +73,13 @@ class Decoder(nn.Module):
     """The student's tokens -> predictions for every patch: mask tokens put back, a few ViT blocks, a linear layer.
 
     With depth 0 a linear layer alone; the predictions for what is masked are then zeros.
+
+    Args:
+        grid: rows and columns of the image's patches.
+        prefix: tokens that come before the patches, which are decoded with them and then left out.
+        features: width of the student's tokens.
+        targets: width of the predictions.
+        distill: width, depth and heads of the blocks.
     """
 
     def __init__(self, grid: tuple[int, int], prefix: int, features: int, targets: int, distill: DistillConfig):
@@ -112,7 +119,8 @@ class Student(nn.Module):
 
     The encoder's positions become fixed 2-D sine-cosine ones, none for prefix tokens. Its read-out is not trained.
     Init: xavier for every Linear with zero biases, normal .02 for tokens; `distill.init` "mamba" leaves dt_proj alone,
-    "published" does not.
+    "published" does not. `targets`: the width of what is predicted. Raises AssertionError for a width of encoder or
+    decoder that does not divide by 4, as the positions need.
     """
 
     num_classes = 0

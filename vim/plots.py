@@ -51,10 +51,13 @@ def curves(out: str | Path) -> Path | None:
     return path
 
 
-def distillation(images: Tensor, kept: Tensor, cosine: Tensor, grid, look: dict, path: str | Path) -> Path | None:
+def distillation(
+    images: Tensor, kept: Tensor, cosine: Tensor, grid: tuple[int, int], look: dict, path: str | Path
+) -> Path | None:
     """For each image a column: the image, what the student saw of it, and how near its prediction is to the teacher.
 
-    images (m, c, h, w), normalised with look's mean and std; kept (m, k) patch numbers; cosine (m, rows * columns).
+    images (m, c, h, w), normalised with look's mean and std; kept (m, k) patch numbers; cosine (m, rows * columns);
+    grid (rows, columns). None where matplotlib is not installed.
     """
     plt = _pyplot()
     if plt is None:

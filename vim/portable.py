@@ -23,7 +23,7 @@ from ssm_kernels import use_backend
 
 from . import mix
 from .models import VisionMamba
-from .runtime import UserError
+from .runtime import UserError, first_line
 
 ABOUT = "slws-vim.json"  # the metadata inside a pt2 file
 OPSET = 18
@@ -148,7 +148,7 @@ def trace(model: nn.Module, size: tuple[int, int], channels: int, dynamic_size: 
         with torch.no_grad(), _portable_kernels(), _no_origins():
             program = torch.export.export(model, (images,), dynamic_shapes=(shapes,), strict=True)
     except Exception as error:  # torch has many kinds, with long accounts
-        raise UserError(f"torch {torch.__version__} cannot trace this model: {_first_line(error)}") from error
+        raise UserError(f"torch {torch.__version__} cannot trace this model: {first_line(error)}") from error
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # lines and paths of this machine, of no use in a file
@@ -165,10 +165,6 @@ def _open_sides(model: VisionMamba) -> tuple[tuple[int, int], list]:
         sides.append(stride * steps + (patch - stride) if patch > stride else stride * steps)
         sizes.append(stride * (patches - 1) + patch)
     return tuple(sizes), sides
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def write_pt2(program: ExportedProgram, out: str | Path, about: dict[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -201,7 +197,7 @@ def write_onnx(program: ExportedProgram, out: str | Path, about: dict[str, Any])
         optimizer.fold_constants(made.model, onnx_shape_inference=True)
         optimizer.remove_unused_nodes(made.model)
     except Exception as error:
-        raise UserError(f"torch {torch.__version__} cannot write ONNX: {_first_line(error)}") from error
+        raise UserError(f"torch {torch.__version__} cannot write ONNX: {first_line(error)}") from error
     for graph in (made.model.graph, *made.model.functions.values()):
         for node in graph.all_nodes():  # where each came from in our source: larger than a small model
             node.metadata_props.clear()

@@ -44,11 +44,17 @@ def at_least(low: float, config: object, group: str, *names: str) -> None:
 
 
 def within(low: float, high: float, config: object, group: str, *names: str) -> None:
-    """UserError for a value of a group's configuration outside [low, high]; None passes."""
+    """UserError for a value of a group's configuration ("": of the whole) outside [low, high]; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
-            raise UserError(f"{f'{group}.{name}'.strip('.')} must lie in [{low}, {high}], got {value!r}")
+            key = f"{group}.{name}" if group else name
+            raise UserError(f"{key} must lie in [{low}, {high}], got {value!r}")
+
+
+def first_line(error: BaseException) -> str:
+    """What another package's error says at its start, or its kind: those of torch and of the hub's client are long."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -26,11 +25,11 @@ from .models import VisionMamba
 from .runtime import UserError, World, derive_seed
 from .schema import Config
 from .teachers import Features, Teacher, build_teacher, check_teacher
-from .zoo import VARIANTS
+from .zoo import VARIANTS, near
 
 
 def check(config: Config) -> None:
-    """Raises UserError for what does not fit the task, before anything is read."""
+    """Raises UserError for what does not fit the task, before any image is read and anything is built."""
     if config.task != "distill":
         return
     model, distill = config.model, config.distill
@@ -59,8 +58,7 @@ def build_model(config: Config, classes: int) -> nn.Module:
     """
     name, model = config.model.name, config.model
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), 3)
-        raise UserError(f"model.name: timm knows no {name!r}" + (f"; near it: {', '.join(near)}" if near else ""))
+        raise UserError(f"model.name: timm knows no {name!r}{near(name)}")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": model.in_chans}
     if model.drop:
         arguments["drop_rate"] = model.drop
@@ -122,7 +120,9 @@ class Task:
         return "not evaluated" if math.isinf(best) else f"best {self.metric} {self.sign * best:.4f}"
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """{"loss": scalar} of `model`, which may be wrapped, on a batch of the training loader."""
+        """{"loss": scalar} of `model`, which may be wrapped, on images on its device and what the loader gives along
+        with them, on the CPU.
+        """
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, loader) -> dict[str, Any]:
@@ -153,6 +153,7 @@ class Classify(Task):
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """{"loss": scalar} of images (b, c, h, w) and classes (b,); draws from numpy's generator for Mixup."""
+        targets = targets.to(images.device, non_blocking=True)
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
         logits = model(images)
@@ -202,18 +203,18 @@ class MaskedDistill(Task):
         if self.cache is None:
             features = self.teacher(images)
         else:
-            features = self.cache.features(rows.cpu(), lambda: self.teacher(images), images.device)
+            features = self.cache.features(rows, lambda: self.teacher(images), images.device)
         return {"loss": self._compare(model, images, features)[0].mean()}
 
     def _compare(self, model, images: Tensor, features: Features, noise: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(loss (b,), cosine (b, n) of prediction and target, patches kept (b, k)) of a batch."""
+        """(loss (b,), prediction and target (b, n, d), patches kept (b, k)) of a batch."""
         distill = self.distill
         weights = features.attention if distill.mask == "attention" else torch.ones_like(features.attention)
         kept = masked.draw_visible(weights, self.count, distill.sort_visible, noise)
         target = masked.normalize(features.tokens, distill.normalize)
         predicted = model(images, kept).float()
         loss = masked.average(masked.distance(predicted, target, distill.loss), kept, distill.loss_on)
-        return loss, nn.functional.cosine_similarity(predicted.detach(), target, dim=-1), kept
+        return loss, predicted, target, kept
 
     def evaluate(self, model: nn.Module, loader) -> dict[str, Any]:
         """Mean loss and cosine over all images, which do not depend on the batch size (but for normalize: batch)."""
@@ -221,7 +222,8 @@ class MaskedDistill(Task):
 
         def score(images: Tensor) -> tuple[Tensor, Tensor]:
             with engine.autocast(self.precision, self.world.device):
-                loss, cosine, kept = self._compare(model, images, self.teacher(images), self.noise)
+                loss, predicted, target, kept = self._compare(model, images, self.teacher(images), self.noise)
+            cosine = nn.functional.cosine_similarity(predicted, target, dim=-1)
             if len(self.seen) < self.SHOWN:
                 self.seen.append(tuple(x[0].cpu() for x in (images, kept, cosine)))
             return loss, cosine.mean(1)

@@ -6,7 +6,6 @@ its weights come from; its patch grid is the student's, so each token belongs to
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,11 @@ from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import Attention, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from . import clip
+from . import clip, hub
 from .checkpoint import read_config, read_weights
 from .runtime import UserError, log
 from .schema import DistillConfig
+from .zoo import near
 
 
 class Features(NamedTuple):
@@ -161,7 +161,7 @@ def build_teacher(
 
 
 def _open(distill: DistillConfig) -> Source:
-    path = Path(distill.teacher)
+    path = Path(hub.local(distill.teacher))
     if not path.exists():
         return _named(distill)
     if distill.teacher_weights:
@@ -217,10 +217,8 @@ def _named(distill: DistillConfig) -> Source:
     """A model of timm's with its public weights, or with those in distill.teacher_weights."""
     name, file = distill.teacher, distill.teacher_weights
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), 3)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise UserError(f"distill.teacher: no file or folder, and no timm model, is named {name!r}{hint}")
-    if file and not Path(file).is_file():
+        raise UserError(f"distill.teacher: no file or folder, and no timm model, is named {name!r}{near(name)}")
+    if file and not Path(hub.local(file)).is_file():
         raise UserError(f"distill.teacher_weights: no such file: {file}")
     try:
         cfg = get_pretrained_cfg(name)
@@ -257,8 +255,6 @@ def _own(path: Path) -> Source:
     if not values:
         raise UserError(f"distill.teacher: {path} is no checkpoint of train.py")
     cfg = config.load(values, [], "train.py")
-    # Not with the weights that it began with, which would be downloaded.
-    cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in export.NOT_BUILT}
-    vit = clip.skeleton(lambda: tasks.build_model(cfg, meta.get("num_classes", 0)))
+    vit = clip.skeleton(lambda: export.build_model(cfg, meta.get("num_classes", 0)))
     how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
     return Source(vit, how["mean"], how["std"], lambda: read_weights(path)[0])

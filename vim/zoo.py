@@ -9,11 +9,18 @@ networks, so the family of a checkpoint must be known (vim/convert.py).
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import NamedTuple
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    list_models,
+    register_model,
+    resolve_pretrained_cfg,
+)
 
 from . import hub
 from .models import VisionMamba
@@ -98,6 +105,12 @@ PUBLIC = {
     "videomamba_middle_patch16_224": Weights("OpenGVLab/VideoMamba", "videomamba_m16_in1k_res224.pth"),
 }
 EXPORTED = "model.safetensors"  # the weights in a folder or repository that python -m vim.export --format hf wrote
+
+
+def near(name: str) -> str:
+    """The end of an error about a model's name: the names of timm's models, ours included, that are like it."""
+    found = difflib.get_close_matches(name, list_models(), 3)
+    return f"; near it: {', '.join(found)}" if found else ""
 
 
 def _cfg(name: str) -> dict:

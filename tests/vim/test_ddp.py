@@ -73,7 +73,7 @@ with runtime.exit_codes("train.py"):
 
     engine.train_epoch(run, loss_of, batches, config, lambda loss: None, lambda: None)
     own = model[0].running_mean.tolist()
-    engine.score(run, batches, "fp32")
+    engine.score(run, lambda m: engine.evaluate(m, batches, world, "fp32"), "top1", 1)
     Path(sys.argv[1], f"rank{world.rank}").write_text(
         f"{own if world.rank == 0 else model[0].running_mean.tolist()} {run.ema.module[0].running_mean.tolist()}"
     )

@@ -136,8 +136,7 @@ def test_fine_tuning_accounts_for_every_tensor_of_the_encoder(pretrained, folder
         assert torch.equal(own[f"{mixer}.A_c_b_log"], encoder[f"{mixer}.A_b_log"])
         assert torch.equal(own[f"{mixer}.conv1d_c.weight"], encoder[f"{mixer}.conv1d.weight"])
     assert report.missing == ["head.bias", "head.weight"] and model.pos_embed.requires_grad
-    copies = sum(".mixer." in k and "_proj.weight" not in k for k in own) // 2
-    assert report.loaded == len(own) - 2 and copies
+    assert report.loaded == len(own) - 2
     decoder = sum(k.startswith("decoder.") for k in weights)
     assert report.dropped == [f"{decoder} tensors decoder* (of pretraining)"]
 
@@ -165,6 +164,7 @@ def test_exports_hold_the_encoder_alone(pretrained, tmp_path, run_main, run_eval
         assert done.code == 2 and "of task distill, without a head: fine-tune it" in done.err
 
 
+@pytest.mark.slow
 def test_two_processes(folder, teacher, tmp_path):
     """DDP without find_unused_parameters, which fails where a parameter gets no gradient."""
     more = ("--data.batch_size=4", "--slws.rate=0.5", "--distill.loss_on=masked", f"--distill.cache={tmp_path / 'c'}")

@@ -2,7 +2,6 @@
 
 import json
 
-import huggingface_hub
 import pytest
 import timm
 import torch
@@ -42,15 +41,10 @@ def test_timm_reads_the_folder(folder, finished):
     assert torch.equal(changed.norm_f.weight, wanted.norm_f.weight)
 
 
-def test_timm_reads_the_hub(folder, finished, tmp_path, monkeypatch):
+def test_timm_reads_the_hub(folder, finished, offline, cached):
     """A repository with the two files, as huggingface_hub's client keeps it: nothing is downloaded."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    root = tmp_path / "models--someone--tiny"
-    (root / "snapshots").mkdir(parents=True)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(COMMIT)
-    (root / "snapshots" / COMMIT).symlink_to(folder)
+    for file in folder.iterdir():
+        cached(offline, "someone/tiny", file.name, file.read_bytes(), commit=COMMIT)
     for name in ("hf_hub:someone/tiny", f"hf-hub:someone/tiny@{COMMIT}"):
         model = timm.create_model(name, pretrained=True).eval()
         assert torch.equal(model(IMAGES), best(finished)(IMAGES))

@@ -4,7 +4,6 @@ import json
 import logging
 from dataclasses import asdict
 
-import huggingface_hub
 import pytest
 import timm
 import torch
@@ -118,9 +117,7 @@ def test_public_weights_come_through_timm(tmp_path, monkeypatch):
     assert got.width == 512
 
 
-def test_no_download(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+def test_no_download(monkeypatch, offline):
     shrink(monkeypatch, 16)
     settings = distill("vit_base_patch16_clip_quickgelu_224.openai")
     check_teacher(settings)
@@ -132,14 +129,41 @@ def test_no_download(tmp_path, monkeypatch):
     assert "\n" not in line
 
 
+def test_files_of_the_hub(tmp_path, monkeypatch, offline, cached):
+    """A checkpoint of ours, and weights for a name, each by its place on the hub."""
+    images = student_images((16, 16))
+    small = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    cfg = Config(model=ModelConfig("vit_tiny_patch16_224", 16, kwargs=small))
+    path = our_run(tmp_path, cfg, shaken(tasks.build_model(cfg, 5)))
+    cached(offline, "a/b", "best.pt", path.read_bytes())
+    wanted, got = (
+        build_teacher(distill(where), (4, 4), *IMAGENET, 3)(images) for where in (path, "hf_hub:a/b/best.pt")
+    )
+    close(got.tokens, wanted.tokens, 0)
+
+    shrink(monkeypatch, 16)
+    settings, _ = by_name(tmp_path, "vit_small_patch16_224")
+    wanted = build_teacher(settings, (4, 4), *IMAGENET, 3)(images)
+    cached(offline, "a/b", "w.safetensors", (tmp_path / "w.safetensors").read_bytes())
+    settings.teacher_weights = "hf_hub:a/b/w.safetensors"
+    check_teacher(settings)
+    close(build_teacher(settings, (4, 4), *IMAGENET, 3)(images).tokens, wanted.tokens, 0)
+
+    refuses(distill("hf_hub:a/b/none.pt"), "a/b: none.pt cannot be downloaded")
+    refuses(distill("hf-hub:a/b"), "hf-hub:a/b: is not of the form hf_hub:OWNER/REPO/FILE")
+    settings.teacher_weights = "hf_hub:a/b/none.pt"
+    refuses(settings, "a/b: none.pt cannot be downloaded")
+
+
 def test_weights_of_quickgelu_in_a_plain_model(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vim"), "propagate", True)
     shrink(monkeypatch, 16)
-    for name, warned in (("vit_base_patch16_clip_224.openai", 1), ("vit_base_patch16_clip_quickgelu_224.openai", 0)):
+    plain, quick = "vit_base_patch16_clip_224.openai", "vit_base_patch16_clip_quickgelu_224.openai"
+    for name in (plain, quick):
         caplog.clear()
         build_teacher(by_name(tmp_path, name)[0], (4, 4), *IMAGENET, 3)
-        assert len(caplog.records) == warned
-        assert not warned or f"{name}: its weights were trained with QuickGELU" in caplog.text
+        assert (f"{name}: its weights were trained with QuickGELU" in caplog.text) == (name == plain)
+        assert bool(caplog.records) == (name == plain)
 
 
 def test_clip_folder_in_other_forms(tmp_path):
