@@ -7,11 +7,13 @@ import logging
 import math
 import os
 import random
+import re
 import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -138,15 +140,13 @@ def start(device: str = "auto", threads: int | None = None) -> World:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes this process has had at most: on CUDA of the device's memory, else of the machine's. None: not known."""
+    """Bytes that this process has had at most: on CUDA of the device's memory, else of the machine's (Linux only)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    with contextlib.suppress(OSError):  # and not getrusage, whose figure may be the parent process's
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024
+    return None
 
 
 def derive_seed(*parts: int) -> int:

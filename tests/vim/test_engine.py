@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 import tinyrun
@@ -233,6 +234,23 @@ def test_combinations_train(tmp_path, more, capsys):
     assert row["images"] == 5 and math.isfinite(row["train_loss"]) and math.isfinite(row["loss"])
     assert ("fp16 overflows easily" in capsys.readouterr().out) == ("--train.precision=fp16" in more)
     assert {"config.yaml", "metrics.jsonl", "speed.jsonl", "last.pt", "best.pt"} <= {p.name for p in out.iterdir()}
+
+
+def test_peak_memory_is_this_process_s(tmp_path):
+    """As many bytes again as the peak so far raise it, and freeing them does not lower it."""
+    cpu = torch.device("cpu")
+    before = runtime.peak_memory(cpu)
+    if before is None:
+        assert not Path("/proc/self/status").exists()
+        return
+    assert 2**26 < before
+    torch.ones(before // 4)
+    after = runtime.peak_memory(cpu)
+    assert before < after < 3 * before
+    images = tinyrun.image_tree(tmp_path / "images", train=16, val=5)
+    train.main(tinyrun.arguments(images, tmp_path / "run", "--train.epochs=1"))
+    row = json.loads((tmp_path / "run" / "speed.jsonl").read_text())
+    assert row["peak_memory_gb"] >= round(after / 1e9, 3) - 0.001
 
 
 def test_training_starts_from_weights(tmp_path, capsys):
