@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from vim import checkpoint, config, convert, data, engine, runtime, tasks
@@ -82,9 +83,9 @@ def train(cfg: Config, out: Path, run: Run, loaders: data.Data, task: tasks.Task
         # Evaluate the raw and the averaged weights; keep the better ones where they are the best so far.
         due = (epoch + 1) % cfg.train.eval_every == 0 or epoch + 1 == cfg.train.epochs
         if due and loaders.val is not None:
-            scores, weights, kind = engine.score(run, lambda m: task.evaluate(m, loaders.val), task.metric, task.sign)
+            evaluate = partial(task.evaluate, loader=loaders.val)
+            scores, result, weights, kind = engine.score(run, evaluate, task.metric, task.sign)
             row |= scores
-            result = task.sign * row[f"ema_{task.metric}" if kind == "ema" else task.metric]
             if result > run.best:
                 run.best = result
                 meta = about["meta"] | {"weights": kind}

@@ -98,19 +98,19 @@ def train_epoch(
 
 def score(
     run: Run, evaluate: Callable[[nn.Module], dict[str, Any]], metric: str, sign: int
-) -> tuple[dict[str, Any], nn.Module, str]:
-    """Scores of the raw and, prefixed `ema_`, of the averaged weights; the model whose sign * metric is greater, and
-    its kind.
-    """
+) -> tuple[dict[str, Any], float, nn.Module, str]:
+    """Scores of the raw and, prefixed `ema_`, the averaged weights; the greater sign * metric, its model and kind."""
     run.world.share_buffers(run.model)
     row = evaluate(run.model)
+    result = sign * row[metric]
     if run.ema is None:
-        return row, run.model, "raw"
+        return row, result, run.model, "raw"
     run.world.share_buffers(run.ema.module)
     averaged = evaluate(run.ema.module)
     row |= {f"ema_{name}": value for name, value in averaged.items() if name not in ("images", "skipped")}
-    better = sign * averaged[metric] >= sign * row[metric]
-    return (row, run.ema.module, "ema") if better else (row, run.model, "raw")
+    if sign * averaged[metric] >= result:
+        return row, sign * averaged[metric], run.ema.module, "ema"
+    return row, result, run.model, "raw"
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from .run import Run
 from .runtime import log, peak_memory
 from .schema import Config
 
-SHOWN = ("lr", "train_loss", "top1", "ema_top1", "loss", "ema_loss", "cosine")
+SHOWN = ("lr", "train_loss", "top1", "ema_top1", "loss", "ema_loss", "cosine", "ema_cosine")
 
 
 class Record:
