@@ -7,6 +7,7 @@ its weights come from; its patch grid is the student's, so each token belongs to
 from __future__ import annotations
 
 import difflib
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import Attention, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from . import clip
-from .checkpoint import read_config, read_weights
+from . import clip, hub
+from .checkpoint import checksum, read_config, read_weights
 from .runtime import UserError, log
 from .schema import DistillConfig
 
@@ -73,6 +74,15 @@ class Teacher(nn.Module):
     def train(self, mode: bool = True) -> Teacher:
         """Evaluation mode, whatever `mode` says: a task that is set to training leaves its teacher alone."""
         return super().train(False)
+
+    def fingerprint(self) -> str:
+        """Of what the features depend on: weights on the CPU, preprocessing, and what of layers no weight shows."""
+        hidden = ("num_heads", "eps")
+        layers = [
+            (n, type(m).__name__, *(getattr(m, key, None) for key in hidden)) for n, m in self.vit.named_modules()
+        ]
+        looks = {"mean": self.mean, "std": self.std}
+        return f"{checksum(self.state_dict() | looks)}{zlib.crc32(repr(layers).encode()):08x}"
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Features:
@@ -161,7 +171,7 @@ def build_teacher(
 
 
 def _open(distill: DistillConfig) -> Source:
-    path = Path(distill.teacher)
+    path = Path(hub.local(distill.teacher))
     if not path.exists():
         return _named(distill)
     if distill.teacher_weights:
@@ -220,7 +230,7 @@ def _named(distill: DistillConfig) -> Source:
         near = difflib.get_close_matches(name, timm.list_models(), 3)
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise UserError(f"distill.teacher: no file or folder, and no timm model, is named {name!r}{hint}")
-    if file and not Path(file).is_file():
+    if file and not Path(hub.local(file)).is_file():
         raise UserError(f"distill.teacher_weights: no such file: {file}")
     try:
         cfg = get_pretrained_cfg(name)
