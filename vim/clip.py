@@ -108,8 +108,6 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
         if projected:
             width = whole.get("projection_dim", DEFAULTS["projection_dim"])
             vit.head = nn.Linear(vit.embed_dim, width, bias=False, device="meta")
-        if not vit.blocks:
-            raise ValueError("num_hidden_layers is 0")
     except (TypeError, ValueError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"distill.teacher: {folder / 'config.json'}: {error}") from error
     mean, std = _preprocessing(folder / "preprocessor_config.json", given["num_channels"])

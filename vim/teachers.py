@@ -184,6 +184,8 @@ def _check(vit: nn.Module, distill: DistillConfig) -> None:
     what = f"distill.teacher {distill.teacher}:"
     if not isinstance(vit, VisionTransformer):
         raise UserError(f"{what} is a {type(vit).__name__}, only timm's VisionTransformer can be a teacher")
+    if not vit.blocks:
+        raise UserError(f"{what} has no layers")
     last = vit.blocks[-1]
     for part, kind in ((last, Block), (getattr(last, "attn", None), Attention), (vit.patch_embed, PatchEmbed)):
         if type(part) is not kind:
@@ -246,7 +248,10 @@ def _named(distill: DistillConfig) -> Source:
             log.warning("distill.teacher %s: its weights were trained with QuickGELU, this model has another", name)
         if file:
             wide = {k: w.float() for k, w in read_weights(file)[0].items()}  # the filter resamples positions
-            return checkpoint_filter_fn(wide, vit, antialias=False)
+            try:
+                return checkpoint_filter_fn(wide, vit, antialias=False)
+            except (RuntimeError, IndexError, ValueError) as error:  # of its reshapes
+                raise UserError(f"{file}: its tensors are not of {name}'s shapes ({error})") from error
         try:
             return timm.create_model(name, pretrained=True).state_dict()
         except Exception as error:  # of the network, the hub's client, or the file: each has its own

@@ -199,6 +199,10 @@ def test_files_that_are_no_teachers(tmp_path, monkeypatch):
     for name in ("w.safetensors", "w.pt"):
         refuses(distill(tmp_path / name), f"distill.teacher: {tmp_path / name} is no checkpoint of train.py")
         refuses(distill(tmp_path / name, teacher_weights="x"), "teacher_weights is for timm names, .* has weights")
+    ours = {"format": checkpoint.FORMAT, "model": {"w": torch.ones(1)}, "meta": {}}
+    for config, message in (([1], "its config is no dictionary"), ({"model": None}, "model is a group of keys, not N")):
+        torch.save(ours | {"config": config}, tmp_path / "ours.pt")
+        refuses(distill(tmp_path / "ours.pt"), message)
     (tmp_path / "text.pt").write_text("no")
     refuses(distill(tmp_path / "text.pt"), "is damaged or no torch file")
     cfg = Config(model=ModelConfig("vim_tiny_patch16_224", 32, kwargs={"depth": 2, "embed_dim": 16}))
@@ -210,6 +214,11 @@ def test_files_that_are_no_teachers(tmp_path, monkeypatch):
         ({"extra": torch.ones(1)}, r"w\.safetensors: has what the teacher has not: extra \(1 tensors\)"),
         ({"norm.bias": None, "cls_token": None}, r"w\.safetensors: lacks: cls_token, norm\.bias \(2 tensors\)"),
         ({"norm.bias": torch.ones(3)}, r"w\.safetensors: has another shape of: norm\.bias"),
+        (
+            {"pos_embed": torch.ones(17, 32)},
+            r"w\.safetensors: its tensors are not of vit_small_patch14_dinov2's shapes",
+        ),
+        ({"patch_embed.proj.weight": torch.ones(4)}, r"w\.safetensors: its tensors are not of "),
     ):
         save_file({k: w for k, w in (weights | change).items() if w is not None}, tmp_path / "w.safetensors")
         with pytest.raises(UserError, match=message):
@@ -260,7 +269,7 @@ def test_folders_that_are_no_teachers(tmp_path):
         ({"hidden_size": "wide"}, r"config\.json: "),
         ({"patch_size": 0}, r"config\.json: "),
         ({"layer_norm_eps": None}, r"config\.json: "),
-        ({"num_hidden_layers": 0}, r"config\.json: num_hidden_layers is 0"),
+        ({"num_hidden_layers": 0}, "has no layers"),
         ({"model_type": "clip", "vision_config": [1]}, r"config\.json has vision_config \[1\]"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(good | change))
