@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> None:
     # The file says how it was trained; the command line may say otherwise.
     meta, trained = checkpoint.read_config(args.checkpoint)
     cfg = config.load(trained, overrides, "eval.py")
-    if cfg.task != "classify":
-        raise UserError(f"{args.checkpoint} is of task {cfg.task}, without a head: fine-tune it with train.init_from")
+    if cfg.task != "classify" or meta.get("num_classes") == 0:
+        raise UserError(f"{args.checkpoint} is of task distill, without a head: fine-tune it with train.init_from")
     classes = meta.get("classes")
     found = data.check_sources(cfg, evaluation=True)
     if classes is None:

@@ -154,8 +154,13 @@ def read_config(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     found = read(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return {}, {}
-    meta = dict(found.get("meta") or {}) | {k: found[k] for k in ("metrics",) if k in found}
-    return meta, dict(found.get("config") or {})
+    found = {key: found.get(key) or {} for key in ("meta", "config")} | {
+        k: found[k] for k in ("metrics",) if k in found
+    }
+    if wrong := [key for key in ("meta", "config") if not isinstance(found[key], dict)]:
+        raise WeightsError(f"{path}: its {wrong[0]} is no dictionary")
+    config = found.pop("config")
+    return {**found.pop("meta"), **found}, dict(config)
 
 
 def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -218,7 +223,7 @@ def unwrap(found: dict, use_ema: bool) -> dict[str, Tensor]:
     for key in (*averaged, *raw) if use_ema else (*raw, *averaged):
         if isinstance(found.get(key), dict) and found[key]:
             return unwrap(found[key], use_ema)
-    return {k: v for k, v in found.items() if isinstance(v, Tensor)}
+    return {k: v for k, v in found.items() if isinstance(k, str) and isinstance(v, Tensor)}
 
 
 def strip_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,7 +60,7 @@ def skeleton(create: Callable[[], nn.Module]) -> nn.Module:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"distill.teacher: {path} is no JSON file ({error})") from error
     if not isinstance(found, dict):
         raise UserError(f"distill.teacher: {path} holds no JSON object")
@@ -81,10 +82,13 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"distill.teacher: folder {folder} has neither {' nor '.join(FILES)}")
-    given = {**DEFAULTS, **(whole.get("vision_config") or {} if kind == "clip" else whole)}
+    vision = whole.get("vision_config") or {} if kind == "clip" else whole
+    if not isinstance(vision, dict):
+        raise UserError(f"distill.teacher: {folder / 'config.json'} has vision_config {vision!r:.60}")
+    given = {**DEFAULTS, **vision}
     if given["hidden_act"] not in ("quick_gelu", "gelu"):
         raise UserError(f"distill.teacher: {folder} has hidden_act {given['hidden_act']!r}, not quick_gelu or gelu")
-    projected = kind == "clip" or "CLIPVisionModelWithProjection" in (whole.get("architectures") or ())
+    projected = kind == "clip" or "CLIPVisionModelWithProjection" in str(whole.get("architectures"))
     try:
         vit = skeleton(
             lambda: VisionTransformer(
@@ -106,9 +110,24 @@ def from_folder(folder: Path) -> tuple[VisionTransformer, Sequence[float], Seque
             vit.head = nn.Linear(vit.embed_dim, width, bias=False, device="meta")
     except (TypeError, ValueError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"distill.teacher: {folder / 'config.json'}: {error}") from error
-    how = _json(folder / "preprocessor_config.json") if (folder / "preprocessor_config.json").is_file() else {}
-    mean, std = how.get("image_mean") or OPENAI_CLIP_MEAN, how.get("image_std") or OPENAI_CLIP_STD
+    mean, std = _preprocessing(folder / "preprocessor_config.json", given["num_channels"])
     return vit, mean, std, lambda: rename(read_weights(file)[0])
+
+
+def _preprocessing(path: Path, channels: int) -> list[Sequence[float]]:
+    """Mean and std, of each channel or one for all; CLIP's where the file is missing or says none."""
+    how = _json(path) if path.is_file() else {}
+    found = []
+    for key, default, low in (("image_mean", OPENAI_CLIP_MEAN, -math.inf), ("image_std", OPENAI_CLIP_STD, 0)):
+        values = how.get(key) or default
+        values = values if isinstance(values, list | tuple) else [values]
+        if len(values) not in (1, channels) or not all(
+            isinstance(v, float | int) and low < v < math.inf for v in values
+        ):
+            wanted = f"{channels} numbers" + (" above 0" if low == 0 else "")
+            raise UserError(f"distill.teacher: {path}: {key} must be {wanted}, got {values!r:.60}")
+        found.append(values)
+    return found
 
 
 def rename(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +140,8 @@ def rename(found: dict[str, Tensor]) -> dict[str, Tensor]:
             weights[name] = tensor
     for name in [n for n in weights if ".q_proj." in n]:
         three = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
-        if weights.keys() >= set(three):
+        # Of another shape they stay as they are: then they are named as what the teacher has not.
+        if weights.keys() >= set(three) and len({weights[n].shape for n in three}) == 1 and weights[name].ndim:
             weights[name.replace("q_proj", "qkv")] = torch.cat([weights.pop(n) for n in three])
     for name, leading in (("cls_token", (None, None)), ("pos_embed", (None,))):
         if name in weights:

@@ -171,8 +171,11 @@ def dump(config: Config) -> str:
 
 def load(values: dict[str, Any], argv: list[str], prog: str) -> Config:
     """The configuration of a checkpoint with overrides from the command line."""
+    where = "the configuration in the checkpoint: "
     for key in flatten(values):
-        _check_key(key, "the configuration in the checkpoint: ")
+        _check_key(key, where)
+        if key in GROUPS:
+            raise UserError(f"{where}{key} is a group of keys, not {values[key]!r:.60}")
     made = parser(prog)
     return build(made, _parse(made, argv, values))
 

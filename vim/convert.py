@@ -118,7 +118,7 @@ def load_weights(
         _check_traits(model, meta, meta.get("family") or family, widened)
         fit.positions(model, weights, meta, report, resize_stride)
     fit.first_conv(model, weights, report)
-    fit.head(model, weights, report)
+    fit.head(model, weights, meta, report)
     _load(model, weights, report)
     return report
 
@@ -192,6 +192,8 @@ def convert_file(source: str, out: str, family: str, to: str = "native", use_ema
         raise WeightsError(f"{source} says it is of family {meta['family']!r}, not {family!r}")
     if (meta.get("layout") == "native") == (to == "native"):
         raise WeightsError(f"{source} {'is' if to == 'native' else 'is not'} in this package's layout")
+    if to == "official":
+        weights = {k: v for k, v in weights.items() if not k.startswith("decoder.")}  # of our masked pretraining
     weights = {k: v.contiguous() for k, v in convert_state_dict(weights, family, to).items()}
     about = {"format": "pt", "family": family, "layout": to}
     if out.endswith(".safetensors"):

@@ -87,6 +87,8 @@ def check_sources(config: Config, evaluation: bool = False) -> list[str] | None:
     classes: any tree of images will do.
     """
     data = config.data
+    if data.crops and data.repeats > 1 and not evaluation:
+        raise UserError(f"data.repeats {data.repeats} with data.crops: copies of an image in an epoch would be equal")
     if data.dataset:
         return None
     if not data.root:
@@ -200,6 +202,8 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
         return Data(None, val_loader, classes, how)
     train = source(data.train_split, True, data.batch_size)
     if isinstance(train, IterableDataset):
+        if data.crops:
+            raise UserError(f"data.crops: {data.dataset} streams its images, which then have no numbers")
         train.transform = train_transform
         return Data(Stream(train, data.batch_size, data.workers, world, config.seed, True), val_loader, classes, how)
     _check_same_classes(config, train, val)

@@ -69,8 +69,8 @@ class FeatureCache:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         needed, free = self.rows * sum(sizes.values()), shutil.disk_usage(self.folder.parent).free
         if needed > free:
-            raise UserError(f"distill.cache {self.folder}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
-        temporary = self.folder.with_name(f".{self.folder.name}.{uuid4().hex}.tmp")
+            raise UserError(f"distill.cache {self.folder}: needs {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
+        temporary = self.folder.parent / f".{self.folder.name}.{uuid4().hex}.tmp"
         temporary.mkdir()
         try:
             for name, size in sizes.items():

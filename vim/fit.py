@@ -121,9 +121,12 @@ def first_conv(model: nn.Module, weights, report: Report) -> None:
     report.adapted.append(f"{name} 3 -> {wanted.shape[1]} channels")
 
 
-def head(model: nn.Module, weights, report: Report) -> None:
+def head(model: nn.Module, weights, meta, report: Report) -> None:
+    """A head of another class count stays behind; weights that say that they have none leave the model's fresh."""
     name = (getattr(model, "pretrained_cfg", None) or {}).get("classifier", "head")
     wanted, found = model.state_dict().get(f"{name}.weight"), weights.get(f"{name}.weight")
+    if found is None and meta.get("num_classes") == 0:
+        report.fresh |= {key for key in model.state_dict() if key.startswith(f"{name}.")}
     if found is None or (wanted is not None and wanted.shape[0] == found.shape[0]):
         return
     classes = 0 if wanted is None else wanted.shape[0]

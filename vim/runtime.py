@@ -29,7 +29,7 @@ PATH_ERRORS = (FileExistsError, NotADirectoryError, IsADirectoryError, Permissio
 class UserError(ValueError):
     """Something the user can set right; the message is one line that names it. The command ends with exit code 2."""
 
-    everywhere = True  # all processes raise it, so one line from rank 0 says it
+    everywhere = True  # all processes raise it, so one line of a machine says it
 
 
 class NonFinite(RuntimeError):
@@ -63,12 +63,13 @@ def first_line(error: BaseException) -> str:
 def exit_codes(prog: str) -> Iterator[None]:
     """One line on stderr instead of a traceback; exit code 1 for NonFinite, 2 for a user's mistake.
 
-    It comes from rank 0, or from whichever process met an error that the others do not (UserError.everywhere).
+    It comes from the first process of each machine, whose disk may lack what the others' have, or from whichever met
+    an error that the others do not (UserError.everywhere).
     """
     try:
         yield
     except (UserError, NonFinite, *PATH_ERRORS) as error:
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
         if rank == 0 or not getattr(error, "everywhere", True):
             sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
         raise SystemExit(1 if isinstance(error, NonFinite) else 2) from error

@@ -19,7 +19,6 @@ import slws
 from ssm_kernels import OPS
 
 from . import data, engine, masked, plots
-from .checkpoint import checksum
 from .feature_cache import FeatureCache
 from .models import VisionMamba
 from .runtime import UserError, World, derive_seed
@@ -76,10 +75,18 @@ def build_model(config: Config, classes: int) -> nn.Module:
         if model.grad_checkpointing:
             built.set_grad_checkpointing(True)
         if model.head_std is not None and classes:
-            trunc_normal_(built.get_classifier().weight, std=model.head_std)
+            _init_head(built.get_classifier(), model.head_std)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f"model {name}: {error}") from error
     return built
+
+
+def _init_head(heads: nn.Module | tuple[nn.Module, ...], std: float) -> None:
+    """Raises ValueError for a model whose heads, one or several, are no layers with weights."""
+    for head in heads if isinstance(heads, tuple) else (heads,):
+        if not isinstance(getattr(head, "weight", None), Tensor):
+            raise ValueError(f"model.head_std is for a head with weights, the model's is a {type(head).__name__}")
+        trunc_normal_(head.weight, std=std) if std else nn.init.zeros_(head.weight)
 
 
 def input_size(config: Config, model: nn.Module) -> tuple[int, int]:
@@ -187,7 +194,7 @@ class MaskedDistill(Task):
             )
         self.grid, self.look = grid, {key: loaders.preprocess[key] for key in ("mean", "std")}
         self.teacher = build_teacher(self.distill, grid, **self.look, channels=config.model.in_chans)
-        self.cache = _open_cache(config, loaders, self.patches, self.teacher) if self.distill.cache else None
+        self.cache = _open_cache(config, loaders, grid, self.teacher) if self.distill.cache else None
         self.teacher.to(world.device)
         try:
             self.model = masked.Student(encoder, self.teacher.width, self.distill)
@@ -237,17 +244,15 @@ class MaskedDistill(Task):
             plots.distillation(*columns, self.grid, self.look, out / "distillation.png")
 
 
-def _open_cache(config: Config, loaders: data.Data, patches: int, teacher: Teacher) -> FeatureCache:
+def _open_cache(config: Config, loaders: data.Data, grid: tuple[int, int], teacher: Teacher) -> FeatureCache:
     """The cache of this configuration's teacher on this data, whose every training image has `data.crops` rows."""
-    if isinstance(loaders.train, data.Stream):
-        raise UserError(f"distill.cache: {config.data.dataset} streams its images, which then have no numbers")
     images = loaders.train.dataset
-    about = {"images": images.fingerprint(), "seed": config.seed, "teacher": checksum(teacher.state_dict())}
+    about = {"images": images.fingerprint(), "seed": config.seed, "grid": grid, "teacher": teacher.fingerprint()}
     about |= {key: getattr(config.distill, key) for key in ("teacher_precision", "target")}
     about |= asdict(config.data) | {key: loaders.preprocess[key] for key in ("mean", "std", "input_size")}
     for key in ("root", "val_split", "batch_size", "eval_batch_size", "workers", "repeats", "crop_pct", "smoothing"):
         del about[key]  # training images look the same whatever these are
-    return FeatureCache(config.distill.cache, about, len(images) * config.data.crops, patches, teacher.width)
+    return FeatureCache(config.distill.cache, about, len(images) * config.data.crops, math.prod(grid), teacher.width)
 
 
 def build_task(config: Config, model: nn.Module, loaders: data.Data, world: World) -> Task:

@@ -6,6 +6,7 @@ its weights come from; its patch grid is the student's, so each token belongs to
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from timm.models.vision_transformer import Attention, Block, VisionTransformer, 
 from torch import Tensor, nn
 
 from . import clip, hub
-from .checkpoint import read_config, read_weights
+from .checkpoint import checksum, read_config, read_weights
 from .runtime import UserError, log
 from .schema import DistillConfig
 from .zoo import near
@@ -73,6 +74,15 @@ class Teacher(nn.Module):
     def train(self, mode: bool = True) -> Teacher:
         """Evaluation mode, whatever `mode` says: a task that is set to training leaves its teacher alone."""
         return super().train(False)
+
+    def fingerprint(self) -> str:
+        """Of what the features depend on: weights on the CPU, preprocessing, and what of layers no weight shows."""
+        hidden = ("num_heads", "eps")
+        layers = [
+            (n, type(m).__name__, *(getattr(m, key, None) for key in hidden)) for n, m in self.vit.named_modules()
+        ]
+        looks = {"mean": self.mean, "std": self.std}
+        return f"{checksum(self.state_dict() | looks)}{zlib.crc32(repr(layers).encode()):08x}"
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Features:
@@ -174,6 +184,8 @@ def _check(vit: nn.Module, distill: DistillConfig) -> None:
     what = f"distill.teacher {distill.teacher}:"
     if not isinstance(vit, VisionTransformer):
         raise UserError(f"{what} is a {type(vit).__name__}, only timm's VisionTransformer can be a teacher")
+    if not vit.blocks:
+        raise UserError(f"{what} has no layers")
     last = vit.blocks[-1]
     for part, kind in ((last, Block), (getattr(last, "attn", None), Attention), (vit.patch_embed, PatchEmbed)):
         if type(part) is not kind:
@@ -234,7 +246,10 @@ def _named(distill: DistillConfig) -> Source:
             log.warning("distill.teacher %s: its weights were trained with QuickGELU, this model has another", name)
         if file:
             wide = {k: w.float() for k, w in read_weights(file)[0].items()}  # the filter resamples positions
-            return checkpoint_filter_fn(wide, vit, antialias=False)
+            try:
+                return checkpoint_filter_fn(wide, vit, antialias=False)
+            except (RuntimeError, IndexError, ValueError) as error:  # of its reshapes
+                raise UserError(f"{file}: its tensors are not of {name}'s shapes ({error})") from error
         try:
             return timm.create_model(name, pretrained=True).state_dict()
         except Exception as error:  # of the network, the hub's client, or the file: each has its own

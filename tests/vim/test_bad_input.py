@@ -70,14 +70,17 @@ def test_a_corrupt_image_is_named(workers, make_tree, tmp_path, run_train, run_p
 
 
 def test_which_process_says_what(make_tree, tmp_path, run_train, tiny_args, monkeypatch):
-    """A bad configuration is said by rank 0 alone; a corrupt image by the one process that met it."""
+    """A bad configuration is said once on each machine; a corrupt image by the one process that met it."""
     root = make_tree(tmp_path / "images", dict.fromkeys("ab", 4), dict.fromkeys("ab", 2))
     (root / "train/b/2.png").write_bytes(b"no image")
     arguments = (*tiny_args, "--data.root", root, "--out", tmp_path / "run")
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert refused(run_train(*arguments), f"{root}/train/b/2.png: cannot be read")
     done = run_train(*arguments, "--slws.rate", "2")
     assert (done.code, done.err) == (2, "")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert refused(run_train(*arguments, "--data.root", tmp_path / "none"), "no such folder")
 
 
 def test_corrupt_images_are_skipped_and_counted(make_tree, tmp_path, run_train, tiny_args):

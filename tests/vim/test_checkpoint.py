@@ -79,6 +79,7 @@ def test_files_without_weights(tmp_path):
         ([1, 2], "holds a list, not a dictionary of tensors"),
         ({"net": {"w": torch.ones(1)}, "epoch": 3}, "holds no weights; its keys: net, epoch"),
         ({}, "holds no weights; its keys: none"),
+        ({1: torch.ones(1)}, "holds no weights; its keys: 1"),
     ):
         torch.save(content, tmp_path / "a.pt")
         with pytest.raises(WeightsError, match=message):

@@ -289,6 +289,8 @@ def test_streams(shards, workers):
     cfg = named("wds/x", shards, "--data.workers", workers, *STRONG)
     with pytest.raises(UserError, match=r"does not tell its number of classes: set model\.num_classes"):
         data.count_classes(cfg)
+    with pytest.raises(UserError, match=r"data\.crops: wds/x streams its images"):
+        loaders(named("wds/x", shards, "--data.crops", "2"), classes=list("abcdefg"))
     made = loaders(cfg, classes=list("abcdefg"))
     assert sorted(torch.cat([t for _, t, _ in made.val]).tolist()) == sorted(list(range(7)) * 3)
     whole = read(made, 1)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ from PIL import Image
 
 import train
 import vim
-from vim import checkpoint, config, data, export, images, runtime, tasks
+from vim import checkpoint, config, convert, data, export, images, runtime, tasks
 from vim.runtime import UserError
+from vim.schema import Config, ModelConfig
 
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SHAPE = "{patch_size: 8, embed_dim: 32, depth: 3, d_state: 4%s}"
@@ -148,7 +150,7 @@ def test_fine_tuning_accounts_for_every_tensor_of_the_encoder(pretrained, folder
     assert 1e-5 < head.std() < 3e-5
 
 
-def test_exports_hold_the_encoder_alone(pretrained, tmp_path, run_main, run_eval):
+def test_exports_hold_the_encoder_alone(pretrained, folder, tmp_path, run_main, run_eval):
     for kind, out in (("safetensors", tmp_path / "out.safetensors"), ("hf", tmp_path / "hf")):
         done = run_main(export.main, "--checkpoint", pretrained / "last.pt", "--format", kind, "--out", out)
         assert done.code == 0, done.err
@@ -160,8 +162,24 @@ def test_exports_hold_the_encoder_alone(pretrained, tmp_path, run_main, run_eval
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model.forward_features(x), task_model.forward_features(x))
     for path in (pretrained / "last.pt", tmp_path / "out.safetensors"):
-        done = run_eval("--checkpoint", path)
+        done = run_eval("--checkpoint", path, "--task=classify", "--data.root", folder)
         assert done.code == 2 and "of task distill, without a head: fine-tune it" in done.err
+
+
+def test_fine_tuning_from_an_export(pretrained, tmp_path):
+    """An export has no decoder to tell what it is of, and a head as little."""
+    export.export(pretrained / "last.pt", "safetensors", tmp_path / "out.safetensors")
+    shape = {"patch_size": 8, "embed_dim": 32, "depth": 3, "d_state": 4, "img_size": (32, 32)}
+    models = [timm.create_model("mambamlp_base_patch16_224", num_classes=3, **shape) for _ in range(2)]
+    for model, path in zip(models, (pretrained / "last.pt", tmp_path / "out.safetensors"), strict=True):
+        assert vim.load_weights(model, path).missing == ["head.bias", "head.weight"]
+    states = [{k: v for k, v in model.state_dict().items() if "head" not in k} for model in models]
+    tinyrun.assert_same(*states)
+
+
+def test_conversion_leaves_the_decoder(pretrained, tmp_path, run_main):
+    done = run_main(convert.main, pretrained / "last.pt", "--to", "mambamlp", "--out", tmp_path / "out.pth")
+    assert done.code == 0 and not any("decoder" in name for name in checkpoint.read(tmp_path / "out.pth")["model"])
 
 
 @pytest.mark.slow
@@ -201,6 +219,9 @@ def test_cached_features_are_those_computed(folder, teacher, tmp_path, monkeypat
     tinyrun.assert_same(*states)
     with pytest.raises(UserError, match="was made with seed 0"):
         train.main(arguments(folder, tmp_path / "three", teacher, *cache, "--seed=1"))
+    oblong = STUDENT.replace("8", "[16, 4]", 1)  # as many patches in another grid
+    with pytest.raises(UserError, match=r"was made with grid \[4, 4\], this run has \[2, 8\]"):
+        train.main(arguments(folder, tmp_path / "three", teacher, *cache, f"--model.kwargs={oblong}"))
     state = checkpoint.read(teacher)  # another teacher in the same place
     state["model"]["pos_embed"] += 1
     torch.save(state, tmp_path / "best.pt")
@@ -219,6 +240,27 @@ def test_crops_come_again():
         assert torch.equal(value, seen[(epoch + 3) % 6, index][0])  # wherever it comes in the epoch
     assert len({value.item() for value, _, _ in seen.values()}) == 12
     assert images.Images(source, look, "RGB", 0)[0, 0, 1][1] == 5
+
+
+def test_copies_at_another_resolution_are_other_images(folder, tmp_path):
+    other = tinyrun.image_tree(tmp_path / "larger", size=40)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    prints = []
+    for root in (folder, moved, other):
+        source = data.images_under(root / "train")
+        prints.append(images.Images(source, None, "RGB", 0).fingerprint())
+    assert prints[0] == prints[1] != prints[2] and all(p.startswith("48 ") for p in prints)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_standard_deviation_of_the_head(name):
+    kwargs = {"depth": 1, "embed_dim": 96, "num_heads": 3}
+    for std in (0.0, 0.01):
+        model = tasks.build_model(Config(model=ModelConfig(name, 32, head_std=std, kwargs=kwargs)), 50)
+        heads = [part for key, part in model.named_children() if key.startswith("head") and "drop" not in key]
+        assert len(heads) == 1 + ("distilled" in name)
+        for head in heads:
+            assert head.weight.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_images_without_classes_and_without_evaluation(teacher, tmp_path):
@@ -247,6 +289,7 @@ REFUSED = {
     ("--distill.decoder_width=20", "--distill.decoder_heads=3"): "decoder_width 20 must divide by decoder_heads",
     ("--distill.decoder_width=22",): "divisible by 4",
     ("--model.in_chans=4",): "takes 3 channels, model.in_chans is 4",
+    ("--data.crops=2", "--data.repeats=3"): "copies of an image in an epoch would be equal",
     ("--data.val_split=nowhere",): "nowhere is missing",
     ("--task=classify", "--data.val_split=null"): "only task distill trains without evaluation images",
 }

@@ -233,11 +233,11 @@ def test_folders_that_are_no_cache(tmp_path):
 def test_no_room(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 400))
-    with pytest.raises(UserError, match=r"needs 0\.0 GB, 0\.0 GB are free"):
+    with pytest.raises(UserError, match=r"needs 4\.44e-07 GB, 4e-07 GB are free"):
         opened(tmp_path / "c")
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"distill\.cache .*: needs 1010001000\.0 GB, "):
+    with pytest.raises(UserError, match=r"distill\.cache .*: needs 1\.01e\+09 GB, "):
         FeatureCache(tmp_path / "c", ABOUT, 10**12, 2500, 200)
 
 
@@ -264,6 +264,12 @@ def test_features_that_fp16_cannot_hold(tmp_path, value, shown):
     assert ask(cache, 7)[1]
     found.tokens[0, 1, 2] = 65504
     assert cache.features(torch.tensor([8]), lambda: found).tokens.max() == 65504
+
+
+def test_the_folder_that_one_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"distill.cache \.: "):
+        opened(".")
 
 
 def test_rows_outside_are_refused(tmp_path):

@@ -223,6 +223,10 @@ def test_files_that_are_no_teachers(tmp_path, monkeypatch):
     for name in ("w.safetensors", "w.pt"):
         refuses(distill(tmp_path / name), f"distill.teacher: {tmp_path / name} is no checkpoint of train.py")
         refuses(distill(tmp_path / name, teacher_weights="x"), "teacher_weights is for timm names, .* has weights")
+    ours = {"format": checkpoint.FORMAT, "model": {"w": torch.ones(1)}, "meta": {}}
+    for config, message in (([1], "its config is no dictionary"), ({"model": None}, "model is a group of keys, not N")):
+        torch.save(ours | {"config": config}, tmp_path / "ours.pt")
+        refuses(distill(tmp_path / "ours.pt"), message)
     (tmp_path / "text.pt").write_text("no")
     refuses(distill(tmp_path / "text.pt"), "is damaged or no torch file")
     cfg = Config(model=ModelConfig("vim_tiny_patch16_224", 32, kwargs={"depth": 2, "embed_dim": 16}))
@@ -234,10 +238,30 @@ def test_files_that_are_no_teachers(tmp_path, monkeypatch):
         ({"extra": torch.ones(1)}, r"w\.safetensors: has what the teacher has not: extra \(1 tensors\)"),
         ({"norm.bias": None, "cls_token": None}, r"w\.safetensors: lacks: cls_token, norm\.bias \(2 tensors\)"),
         ({"norm.bias": torch.ones(3)}, r"w\.safetensors: has another shape of: norm\.bias"),
+        (
+            {"pos_embed": torch.ones(17, 32)},
+            r"w\.safetensors: its tensors are not of vit_small_patch14_dinov2's shapes",
+        ),
+        ({"patch_embed.proj.weight": torch.ones(4)}, r"w\.safetensors: its tensors are not of "),
     ):
         save_file({k: w for k, w in (weights | change).items() if w is not None}, tmp_path / "w.safetensors")
         with pytest.raises(UserError, match=message):
             build_teacher(settings, (4, 4), *IMAGENET, 3)
+
+
+def test_a_fingerprint_tells_what_no_weight_does(tmp_path):
+    """The same weights with another preprocessing, activation, number of heads or eps are another teacher."""
+    hf(tmp_path)
+    good = json.loads((tmp_path / "config.json").read_text())
+
+    def found(look=None, **change):
+        (tmp_path / "config.json").write_text(json.dumps(good | change))
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(look or {}))
+        return build_teacher(distill(tmp_path), (4, 4), *IMAGENET, 3).fingerprint()
+
+    others = [found({"image_mean": [0.5]}), found({"image_std": [0.5]}), found(hidden_act="gelu")]
+    others += [found(num_attention_heads=7), found(layer_norm_eps=0.1)]
+    assert len({found(), *others}) == 6 and found() == found()
 
 
 def test_folders_that_are_no_teachers(tmp_path):
@@ -254,21 +278,33 @@ def test_folders_that_are_no_teachers(tmp_path):
         ({"hidden_size": "wide"}, r"config\.json: "),
         ({"patch_size": 0}, r"config\.json: "),
         ({"layer_norm_eps": None}, r"config\.json: "),
+        ({"num_hidden_layers": 0}, "has no layers"),
+        ({"model_type": "clip", "vision_config": [1]}, r"config\.json has vision_config \[1\]"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(good | change))
         refuses(distill(tmp_path), message)
-    for text, message in (("{", "is no JSON file"), ("[]", "holds no JSON object")):
+    for text, message in (("{", "is no JSON file"), ("[" * 10**5, "is no JSON file"), ("[]", "holds no JSON object")):
         (tmp_path / "config.json").write_text(text)
         refuses(distill(tmp_path), message)
     (tmp_path / "config.json").write_text(json.dumps(good))
     refuses(distill(tmp_path, target="projected"), "has no projection: set distill.target to tokens")
     refuses(distill(tmp_path, teacher_weights="x"), "distill.teacher_weights is for timm names")
+    for change, message in (
+        ({"image_mean": "abc"}, "image_mean must be 3 numbers, got .'abc'"),
+        ({"image_mean": [0.1, 0.2]}, "image_mean must be 3 numbers, got "),
+        ({"image_std": [1, 0, 1]}, "image_std must be 3 numbers above 0, got "),
+        ({"image_std": [1, float("nan"), 1]}, "image_std must be 3 numbers above 0, got "),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
+        refuses(distill(tmp_path), f"distill.teacher: .*preprocessor_config.json: {message}")
+    (tmp_path / "preprocessor_config.json").unlink()
     weights = load_file(tmp_path / "model.safetensors")
     for change, message in (
         (
             {"encoder.layers.0.self_attn.k_proj.bias": None},
             "has what the teacher has not: blocks.0.attn.q_proj",
         ),
+        ({"encoder.layers.0.self_attn.q_proj.weight": torch.ones(28)}, "has what the teacher has not: blocks.0.attn"),
         ({"embeddings.class_embedding": None}, "lacks: cls_token"),
         ({"embeddings.position_embedding.weight": torch.ones(5, 28)}, "has another shape of: pos_embed"),
     ):
