@@ -7,7 +7,6 @@ intermediate tensor that is about a third of the memory.
 
 from __future__ import annotations
 
-from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ssm_kernels import causal_conv1d, inverse, permute_rows, scan_again, scan_keeping, selective_scan
+from ssm_kernels import (
+    causal_conv1d,
+    conv_over,
+    inverse,
+    permute_rows,
+    scan_again,
+    scan_keeping,
+    scan_over,
+    selective_scan,
+)
 
-_LARGE, _CHANNELS = 2**21, 32  # numbers from which on x goes through in pieces; channels in a piece for each thread
+_LARGE = 2**21  # numbers of x from which on inference saves memory
+_CHANNELS, _ROWS = 32, 1024  # it takes so many channels for each thread, or positions, at a time
 
 
 class Direction(NamedTuple):
@@ -34,42 +43,46 @@ class Direction(NamedTuple):
     A_log: Tensor
     D: Tensor
 
-    def channels(self, c: slice) -> Direction:
-        """The parameters of these of the d channels."""
-        per_channel = self._asdict() | {"x_proj": self.x_proj.t()}
-        some = Direction(**{name: value[c] for name, value in per_channel.items()})
-        return some._replace(x_proj=some.x_proj.t())
-
 
 def mix(xz: Tensor, directions: list[Direction], transposed: Tensor | None, scale: float) -> Tensor:
     """xz (b, l, 2d), the input and the gate -> (b, l, d): the scans' sum times `scale` times silu(gate).
 
     `transposed` (l,) int64 is the order of the third and fourth direction. A, D and the states stay fp32 (fp64) under
-    autocast.
+    autocast. Where nothing is differentiated, xz may be overwritten.
     """
     parameters = [p for direction in directions for p in direction]
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (xz, *parameters))
     if differentiated and not torch.compiler.is_compiling():  # a compiler decides itself what to compute again
         return _Mix.apply(xz, transposed, scale, *parameters)
     x, z = _halves(xz)
-    channels = _CHANNELS * torch.get_num_threads()
-    small = xz.device.type != "cpu" or x.numel() < _LARGE or x.shape[1] <= channels
-    if small or differentiated or torch.compiler.is_compiling():
-        return _gated(x, z, directions, transposed, scale)
-    project = lambda p, u: F.linear(u.transpose(1, 2), p.x_proj)  # noqa: E731
-    projected = [*starmap(project, _convolved(x, directions, transposed))]  # holds one convolution at a time
-    out = torch.empty_like(xz[..., : x.shape[1]])
-    for start in range(0, x.shape[1], channels):
-        c = slice(start, start + channels)
-        some = [p.channels(c) for p in directions]
-        out[..., c] = _gated(x[:, c], z[:, c], some, transposed, scale, projected)
-    return out
-
-
-def _gated(x, z, directions, transposed, scale, projected=None) -> Tensor:
-    inputs = _scan_inputs(x, directions, transposed, scale, projected)
-    ys = [selective_scan(*i[:6], None, *i[6:]) for i in inputs]
+    if xz.device.type == "cpu" and x.numel() >= _LARGE and not (differentiated or torch.compiler.is_compiling()):
+        return _in_place(x, z, directions, transposed, scale)
+    ys = [selective_scan(*i[:6], None, *i[6:]) for i in _scan_inputs(x, directions, transposed, scale)]
     return (_sum(ys, transposed) * F.silu(z)).transpose(1, 2)
+
+
+def _in_place(x: Tensor, z: Tensor, directions, transposed: Tensor | None, scale: float) -> Tensor:
+    """The same where nothing is differentiated, with little memory of its own: outputs take the place of inputs, x's
+    too, and only a few channels' delta is there at a time.
+    """
+    channels, sums = _CHANNELS * torch.get_num_threads(), []
+    for number, p in enumerate(directions):
+        if number == 2:
+            x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
+        convolve = conv_over if number + 1 == len(directions) else causal_conv1d
+        y = _convolved(x, p, number, convolve)
+        dt, A, B, C, D, bias, *options = _projected(y, p, number, scale)
+        for start in range(0, y.shape[1], channels):
+            c = slice(start, start + channels)
+            delta = F.linear(dt, p.dt_weight[c]).transpose(1, 2)
+            scan_over(y[:, c], delta, A[c], B, C, D[c], bias[c], *options)
+        sums.append(sums.pop().add_(y) if number % 2 else y)
+    if len(sums) == 2:
+        sums[0] += permute_rows(inverse(transposed), sums[1].transpose(1, 2)).transpose(1, 2)
+    for start in range(0, z.shape[2], _ROWS):
+        t = slice(start, start + _ROWS)
+        sums[0][..., t] *= F.silu(z[..., t])
+    return sums[0].transpose(1, 2)
 
 
 def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,27 +90,26 @@ def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
     return xz.transpose(1, 2).chunk(2, 1)
 
 
-def _convolved(x: Tensor, directions, transposed: Tensor | None):
-    """(parameters, convolution of x) of each direction."""
+def _convolved(x: Tensor, p: Direction, number: int, convolve=causal_conv1d) -> Tensor:
+    return convolve(x, p.conv_weight.squeeze(1), p.conv_bias, "silu", number % 2 == 1)
+
+
+def _projected(u: Tensor, p: Direction, number: int, scale: float):
+    """dt (b, l, r) and the scan's arguments after delta; odd numbers in reverse. Scaling C and D scales its output."""
+    n = p.A_log.shape[1]
+    dt, B, C = F.linear(u.transpose(1, 2), p.x_proj).split([p.dt_weight.shape[1], n, n], -1)
+    B, C = (t.transpose(1, 2) for t in (B, C * scale if scale != 1 else C))
+    return dt, -torch.exp(_wide(p.A_log)), B, C, _wide(p.D) * scale, _wide(p.dt_bias), True, number % 2 == 1
+
+
+def _scan_inputs(x: Tensor, directions, transposed: Tensor | None, scale: float):
+    """The arguments of each direction's scan, after convolution and projections."""
     for number, p in enumerate(directions):
         if number == 2:
             x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
-        yield p, causal_conv1d(x, p.conv_weight.squeeze(1), p.conv_bias, "silu", number % 2 == 1)
-
-
-def _scan_inputs(x: Tensor, directions, transposed: Tensor | None, scale: float, projected=None):
-    """The arguments of each direction's scan, after convolution and projections. Scaling C and D scales its output.
-
-    `projected`: each direction's x_proj output, where x and the parameters hold some of the channels only.
-    """
-    for number, (p, u) in enumerate(_convolved(x, directions, transposed)):
-        n = p.A_log.shape[1]
-        rows = projected[number] if projected else F.linear(u.transpose(1, 2), p.x_proj)
-        dt, B, C = rows.split([p.dt_weight.shape[1], n, n], -1)
-        delta = F.linear(dt, p.dt_weight)
-        delta, B, C = (t.transpose(1, 2) for t in (delta, B, C * scale if scale != 1 else C))
-        A = -torch.exp(_wide(p.A_log))
-        yield u, delta, A, B, C, _wide(p.D) * scale, _wide(p.dt_bias), True, number % 2 == 1
+        u = _convolved(x, p, number)
+        dt, *rest = _projected(u, p, number, scale)
+        yield u, F.linear(dt, p.dt_weight).transpose(1, 2), *rest
 
 
 def _wide(x: Tensor) -> Tensor:

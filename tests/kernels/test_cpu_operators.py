@@ -64,10 +64,12 @@ def test_operators_are_registered_as_torch_wants():
     ops = torch.ops.ssm_kernels
     check(ops.cpu_scan_forward.default, (*args, True, False, True))
     _, states = ops.cpu_scan_forward(*args, True, False, True)
+    check(ops.cpu_scan_over.default, (*args, True, False))
     check(ops.cpu_scan_backward.default, (dy, states, *args, True, False))
     check(ops.cpu_scan_backward.default, (dy, states, *args[:5], None, None, None, True, False))
     inputs, (dy,) = conv_inputs()
     check(ops.cpu_conv1d_forward.default, (*inputs.values(), True, False))
+    check(ops.cpu_conv1d_over.default, (*inputs.values(), True, False))
     check(ops.cpu_conv1d_backward.default, (dy, *inputs.values(), True, False))
 
 

@@ -22,6 +22,24 @@ def causal_conv1d(
     Same meaning as causal_conv1d's `causal_conv1d_fn`. Raises ValueError where shapes or the activation are wrong,
     RuntimeError where an explicitly named `backend` cannot run.
     """
+    _check(x, weight, bias, activation)
+    run = _op.resolve(x, backend, size=weight.shape[1])
+    return run(x, weight, bias, activation, reverse)
+
+
+def conv_over(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, reverse: bool = False
+) -> Tensor:
+    """`causal_conv1d` without autograd whose output takes the place of x, which is returned."""
+    _check(x, weight, bias, activation)
+    run = _op.resolve(x, None, size=weight.shape[1])
+    if hasattr(run, "over"):
+        run.over(x, weight, bias, activation, reverse)
+        return x
+    return x.copy_(run(x, weight, bias, activation, reverse))
+
+
+def _check(x, weight, bias, activation) -> None:
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1]:
         raise ValueError(
             f"causal_conv1d: x must be (b, d, l) and weight (d, w), got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -30,5 +48,3 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d: bias must be ({x.shape[1]},), got {tuple(bias.shape)}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
-    run = _op.resolve(x, backend, size=weight.shape[1])
-    return run(x, weight, bias, activation, reverse)

@@ -26,12 +26,13 @@ struct Task {
   const Conv& s;
   const int64_t halo, sums;  // dweight rows and then one of dbias
   int64_t sample = 0, channel = 0, lanes = 0;
-  Buffer x, g, weight, totals;
+  Buffer x, g, weight, totals, tails;
   Vec bias;
 
   explicit Task(const Conv& conv)
       : s(conv), halo(conv.width - 1), sums(conv.width + 1), x((kRows + 2 * halo) * W), g((kRows + halo) * W),
-        weight(s.width * W), totals((conv.blocks() / conv.parts + 1) * sums * W) {}
+        weight(s.width * W), totals((conv.blocks() / conv.parts + 1) * sums * W),
+        tails((conv.blocks() / conv.parts + 1) * halo * W) {}
 
   Vec row(const Rows& from, int64_t t) const {
     return t < 0 || t >= s.l ? Vec(0.f) : from.load(sample, s.position(t), channel, lanes);
@@ -55,8 +56,13 @@ struct Task {
     return sum;
   }
 
-  void forward(int64_t start, int64_t rows) {
+  // Where the output takes x's place, the inputs before a chunk are those that the chunk before left in `tail`.
+  void forward(int64_t start, int64_t rows, float* tail) {
     load_x(start, rows);
+    for (int64_t i = 0; i < halo && s.x.data == s.out.data; ++i) {
+      if (start) put(x, i, get(tail, i));
+      put(tail, i, get(x, rows + i));
+    }
     for (int64_t i = 0; i < rows; ++i) {
       Vec y = before(i);
       if (s.silu) y = y * sigmoid(y);
@@ -101,7 +107,8 @@ struct Task {
       for (int64_t block = part.begin; block < part.end; ++block) {
         enter(block);
         const int64_t rows = std::min(kRows, s.l - start);
-        with_gradient ? backward(start, rows, totals + (block - part.begin) * sums * W) : forward(start, rows);
+        with_gradient ? backward(start, rows, totals + (block - part.begin) * sums * W)
+                      : forward(start, rows, tails + (block - part.begin) * halo * W);
       }
     for (int64_t block = part.begin; with_gradient && block < part.end; ++block) {
       enter(block);

@@ -21,6 +21,7 @@ DTYPES = cpp.DTYPES
 _lib = torch.library.Library("ssm_kernels", "FRAGMENT")
 _inputs = "Tensor x, Tensor weight, Tensor? bias, bool silu, bool reverse"
 _lib.define(f"cpu_conv1d_forward({_inputs}) -> Tensor")
+_lib.define(f"cpu_conv1d_over({_inputs.replace('Tensor x', 'Tensor(a!) x')}) -> ()")
 _lib.define(f"cpu_conv1d_backward(Tensor dy, {_inputs}) -> Tensor[]")
 
 
@@ -31,6 +32,14 @@ def load(device: torch.device):
 
 def causal_conv1d(x, weight, bias, activation, reverse):
     return _Conv.apply(x, weight, bias, activation is not None, reverse)
+
+
+def _over(x, weight, bias, activation, reverse):
+    """Into x, without autograd."""
+    torch.ops.ssm_kernels.cpu_conv1d_over(x, weight, bias, activation is not None, reverse)
+
+
+causal_conv1d.over = _over
 
 
 class _Conv(torch.autograd.Function):
@@ -79,6 +88,14 @@ def _forward(x, weight, bias, silu, reverse):
     return y
 
 
+def _forward_over(x, weight, bias, silu, reverse):
+    a = _Arguments(x, weight, bias, silu, reverse)
+    a.call.out = a.call.x
+    cpp.library().conv_forward(ctypes.byref(a.call))
+    if a.x is not x:
+        x.copy_(a.x)
+
+
 def _backward(dy, x, weight, bias, silu, reverse):
     a = _Arguments(x, weight, bias, silu, reverse)
     dy, dx = cpp.channel_last(dy), cpp.new_rows(a.x)
@@ -101,6 +118,14 @@ def _fake_backward(dy, x, weight, bias, silu, reverse):
     return grads if bias is None else [*grads, torch.empty_like(bias)]
 
 
-for _name, _real, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+def _fake_forward_over(*arguments):
+    return None
+
+
+for _name, _real, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("over", _forward_over, _fake_forward_over),
+    ("backward", _backward, _fake_backward),
+):
     _lib.impl(f"cpu_conv1d_{_name}", _real, "CPU")
     torch.library.register_fake(f"ssm_kernels::cpu_conv1d_{_name}", _fake, lib=_lib)

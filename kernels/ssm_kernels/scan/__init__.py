@@ -54,6 +54,26 @@ def scan_keeping(
     return keep(*arguments) if keep else (run(*arguments), None)
 
 
+def scan_over(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """`selective_scan` without autograd whose output takes the place of u, which is returned."""
+    run = _op.resolve(u, None, size=A.shape[1])
+    arguments = (u, delta, A, B, C, D, None, delta_bias, delta_softplus, reverse)
+    if hasattr(run, "over"):
+        run.over(*arguments)
+        return u
+    return u.copy_(run(*arguments))
+
+
 def scan_again(
     kept: Tensor | None,
     u: Tensor,

@@ -24,6 +24,7 @@ _lib = torch.library.Library("ssm_kernels", "FRAGMENT")
 _inputs = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias"
 _options = "bool delta_softplus, bool reverse"
 _lib.define(f"cpu_scan_forward({_inputs}, {_options}, bool keep_states) -> (Tensor y, Tensor states)")
+_lib.define(f"cpu_scan_over({_inputs.replace('Tensor u', 'Tensor(a!) u')}, {_options}) -> ()")
 _lib.define(f"cpu_scan_backward(Tensor dy, Tensor states, {_inputs}, {_options}) -> Tensor[]")
 
 
@@ -50,7 +51,12 @@ def _again(states, *arguments):
     return _Again.apply(states, *arguments)
 
 
-selective_scan.keep, selective_scan.again = _keep, _again
+def _over(*arguments):
+    """Into u, without autograd."""
+    torch.ops.ssm_kernels.cpu_scan_over(*arguments)
+
+
+selective_scan.keep, selective_scan.again, selective_scan.over = _keep, _again, _over
 
 
 class _Scan(torch.autograd.Function):
@@ -130,6 +136,14 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse, keep_
     return y, states
 
 
+def _forward_over(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse):
+    a = _Arguments(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)
+    a.call.out = a.call.u  # a chunk is read before it is written
+    cpp.library().scan_forward(ctypes.byref(a.call))
+    if a.u is not u:
+        u.copy_(a.u)
+
+
 def _backward(dy, states, u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse):
     a = _Arguments(u, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse)
     dy = cpp.channel_last(dy)
@@ -170,6 +184,14 @@ def _fake_backward(dy, states, u, delta, A, B, C, D, z, delta_bias, delta_softpl
     return [*fakes, *(x for x in options if x is not None)]
 
 
-for _name, _real, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+def _fake_forward_over(*arguments):
+    return None
+
+
+for _name, _real, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("over", _forward_over, _fake_forward_over),
+    ("backward", _backward, _fake_backward),
+):
     _lib.impl(f"cpu_scan_{_name}", _real, "CPU")
     torch.library.register_fake(f"ssm_kernels::cpu_scan_{_name}", _fake, lib=_lib)
