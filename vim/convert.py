@@ -154,6 +154,8 @@ def _check_traits(model: VisionMamba, meta, family: str | None, widened: bool) -
     Two directions are summed in pretraining, the four made of them are averaged: `widened` weights may differ in that.
     """
     traits = family_traits(family) | {t: meta[t] for t in TRAITS if t in meta}
+    if family == "mambamlp" and model.directions == 2:  # as it is pretrained; its four directions are averaged
+        traits.setdefault("merge", "sum")
     for trait in (t for t in traits if not (widened and t == "merge")):
         if getattr(model, trait) != traits[trait]:
             raise WeightsError(

@@ -44,18 +44,21 @@ class Direction(NamedTuple):
     D: Tensor
 
 
-def mix(xz: Tensor, directions: list[Direction], transposed: Tensor | None, scale: float) -> Tensor:
+def mix(
+    xz: Tensor, directions: list[Direction], transposed: Tensor | None, scale: float, disposable: bool = False
+) -> Tensor:
     """xz (b, l, 2d), the input and the gate -> (b, l, d): the scans' sum times `scale` times silu(gate).
 
     `transposed` (l,) int64 is the order of the third and fourth direction. A, D and the states stay fp32 (fp64) under
-    autocast. Where nothing is differentiated, xz may be overwritten.
+    autocast. Where nothing is differentiated a `disposable` xz, which nobody reads again, may be overwritten.
     """
     parameters = [p for direction in directions for p in direction]
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (xz, *parameters))
     if differentiated and not torch.compiler.is_compiling():  # a compiler decides itself what to compute again
         return _Mix.apply(xz, transposed, scale, *parameters)
     x, z = _halves(xz)
-    if xz.device.type == "cpu" and x.numel() >= _LARGE and not (differentiated or torch.compiler.is_compiling()):
+    wanted = disposable and xz.device.type == "cpu" and x.numel() >= _LARGE
+    if wanted and not (differentiated or torch.compiler.is_compiling()):
         return _in_place(x, z, directions, transposed, scale)
     ys = [selective_scan(*i[:6], None, *i[6:]) for i in _scan_inputs(x, directions, transposed, scale)]
     return (_sum(ys, transposed) * F.silu(z)).transpose(1, 2)

@@ -86,4 +86,6 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor, transposed: Tensor | None = None) -> Tensor:
         """x (b, l, dim); `transposed` (l,) int64 is the column-major token order, needed by four directions only."""
-        return self.out_proj(mix(self.in_proj(x), self.directions(), transposed, self.scale))
+        xz = self.in_proj(x)
+        kept = self.in_proj._forward_hooks  # one of these may have kept xz
+        return self.out_proj(mix(xz, self.directions(), transposed, self.scale, disposable=not kept))

@@ -85,7 +85,8 @@ def test_inference_in_place_gives_the_same_values(backend, count, monkeypatch):
     monkeypatch.setattr("vim.mix.scan_over", lambda u, *rest: widths.append(u.shape[1]) or scan(u, *rest))
     own = {**found, "xz": found["xz"].clone()}
     with ssm_kernels.use_backend(backend), poisoned_empties():
-        in_place = ours(**own, transposed=TRANSPOSED, scale=0.5)
+        xz, parameters = own.pop("xz"), grouped(own)
+        in_place = mix(xz, parameters, TRANSPOSED, 0.5, disposable=True)
         assert widths == [5, 5, 2] * count
         found["xz"].requires_grad_()
         trained = ours(**found, transposed=TRANSPOSED, scale=0.5)
@@ -96,12 +97,24 @@ def test_inference_in_place_gives_the_same_values(backend, count, monkeypatch):
     torch.testing.assert_close(in_place.double(), exact, rtol=0, atol=1e-6 * largest)
 
 
+def test_what_a_hook_has_kept_is_not_overwritten(monkeypatch):
+    monkeypatch.setattr("vim.mix._LARGE", 1)
+    torch.manual_seed(0)
+    mixer, x, kept = Mixer(32), torch.randn(1, 9, 32), []
+    with torch.inference_mode():
+        wanted = mixer.in_proj(x)
+        plain = mixer(x)
+        mixer.in_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
+        torch.testing.assert_close(mixer(x), plain, rtol=0, atol=0)
+    assert torch.equal(kept[0], wanted)
+
+
 def test_memory_of_inference():
     """Beside xz: the output and a few channels' delta; not the convolution, delta and scan of each direction."""
     torch.manual_seed(0)
     mixer, xz = Mixer(256, device="cpu"), torch.randn(1, 4200, 1024)
     with torch.inference_mode():
-        run = lambda: mix(xz, mixer.directions(), None, 0.5)  # noqa: E731
+        run = lambda: mix(xz, mixer.directions(), None, 0.5, disposable=True)  # noqa: E731
         run()
         peak = bench.peak_bytes(run, torch.device("cpu"))
     if peak is None:
