@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from vim import checkpoint, config, convert, data, engine, plots, runtime, tasks
+from vim import checkpoint, config, convert, data, engine, factory, plots, runtime, tasks
 from vim.runtime import UserError, log
 
 
@@ -40,13 +40,13 @@ def main(argv: list[str] | None = None) -> None:
     world = runtime.start(cfg.train.device, cfg.train.threads)
     runtime.setup_log(world.main)
     tasks.check_kernels(cfg, world)
-    model = tasks.build_model(cfg, len(classes))
+    model = factory.build_model(cfg, len(classes))
     report = convert.load_weights(model, args.checkpoint, args.family, args.weights == "ema")
     if report.dropped:
         raise UserError(f"{args.checkpoint} does not fit the model's head: {', '.join(report.dropped)}")
     log.info("%s", report)
     model.to(world.device)
-    loaders = data.build(cfg, world, tasks.input_size(cfg, model), model.pretrained_cfg, classes, evaluation=True)
+    loaders = data.build(cfg, world, factory.input_size(cfg, model), model.pretrained_cfg, classes, evaluation=True)
     wanted = bool(args.per_class or args.confusion)
     scores = engine.evaluate(model, loaders.val, world, cfg.train.precision, confusion=wanted)
     table = scores.pop("confusion", None)

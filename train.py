@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from vim import checkpoint, config, convert, data, engine, runtime, tasks
+from vim import checkpoint, config, convert, data, engine, factory, runtime, tasks
 from vim.record import Progress, Record
 from vim.run import Run, build_run
 from vim.runtime import UserError, log
@@ -37,13 +37,13 @@ def main(argv: list[str] | None = None) -> None:
 
     # Build: the model with a head for the data's classes, the loaders, the task around it, the run.
     classes = tasks.resolve_classes(cfg, classes)
-    model = tasks.build_model(cfg, len(classes))
-    loaders = data.build(cfg, world, tasks.input_size(cfg, model), model.pretrained_cfg, classes)
+    model = factory.build_model(cfg, len(classes))
+    loaders = data.build(cfg, world, factory.input_size(cfg, model), model.pretrained_cfg, classes)
     task = tasks.build_task(cfg, model, loaders, world)
     if cfg.train.init_from and saved is None:
         stride = cfg.train.init_resize_stride
         log.info("%s", convert.load_weights(model, cfg.train.init_from, cfg.train.init_family, resize_stride=stride))
-    meta = tasks.describe(model, cfg, classes)
+    meta = factory.describe(model, cfg, classes)
     run = build_run(task.model.to(world.device), cfg, world, len(loaders.train))
 
     # Resume where the last checkpoint left off, or start the run directory.

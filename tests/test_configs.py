@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vim import checkpoint, config, tasks
+from vim import checkpoint, config, factory, tasks
 from vim.run import build_schedule, effective_lr
 from vim.schema import DistillConfig
 
@@ -111,7 +111,7 @@ def test_every_configuration_is_complete_and_says_where_it_comes_from(name):
 def test_model_builds(name):
     with torch.device("meta"):
         classes = 10 if "no GPU" in header(name) else 1000
-        model = tasks.build_model(read(name), 0 if read(name).task == "distill" else classes)
+        model = factory.build_model(read(name), 0 if read(name).task == "distill" else classes)
     stated = re.search(r"([\d.]+)M(?:-| )parameter", header(name))
     if stated:  # as exact as it is written
         digits = len(stated[1].partition(".")[2])

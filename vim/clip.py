@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from .checkpoint import read_weights
+from .factory import skeleton
 from .runtime import UserError
 
 # What transformers takes for a number that a CLIP's config.json leaves out.
@@ -46,15 +47,6 @@ NAMES = (
     ("self_attn", "attn"),
     ("out_proj", "proj"),
 )
-
-
-def skeleton(create: Callable[[], nn.Module]) -> nn.Module:
-    """A model that is about to get its weights from a file: on the meta device, where it costs nothing."""
-    try:
-        with torch.device("meta"):
-            return create()
-    except (RuntimeError, UserError):  # timm 1.0.20 reads numbers from tensors while it builds; true errors come again
-        return create()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from timm.layers import to_2tuple
 from timm.models import get_pretrained_cfg
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import checkpoint, convert, data, tasks
+from . import checkpoint, convert, data, factory
 from . import config as configuration
 from .runtime import UserError, exit_codes
 from .schema import Config
@@ -20,7 +21,6 @@ from .zoo import EXPORTED
 FORMATS = ("safetensors", "hf", "official", "onnx", "pt2")
 GRAPHS = ("onnx", "pt2")
 PRIVATE = ("teacher.", "decoder.")  # of training alone
-NOT_BUILT = ("pretrained", "drop_rate", "drop_path_rate", "slws_rate", "attn_drop_rate", "proj_drop_rate")
 
 
 def export(
@@ -82,17 +82,6 @@ def _official(source: str | Path, meta: dict[str, Any], weights: dict[str, Tenso
     return convert.convert_state_dict(weights, meta["family"], to="official")
 
 
-def build_model(cfg: Config, classes: int) -> nn.Module:
-    """The configuration's model without what only training has: SLWS, dropout, the weights that it began with.
-
-    `cfg` loses these keys.
-    """
-    cfg.slws.rate = cfg.model.drop = cfg.model.drop_path = 0.0
-    cfg.model.grad_checkpointing = False
-    cfg.model.kwargs = {k: v for k, v in cfg.model.kwargs.items() if k not in NOT_BUILT}
-    return tasks.build_model(cfg, classes).eval()
-
-
 def _preprocessing(cfg: Config, size: tuple[int, int], model_cfg: dict[str, Any]) -> dict[str, Any]:
     """What evaluation did to an image, in timm's words: input_size, mean, std, crop_pct, interpolation."""
     return data.transforms(cfg, size, cfg.model.in_chans, model_cfg)[2]
@@ -101,8 +90,8 @@ def _preprocessing(cfg: Config, size: tuple[int, int], model_cfg: dict[str, Any]
 def _timm_config(cfg: Config, meta: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     """timm's config.json: the name, the arguments that build the model, and how images were treated."""
     known = get_pretrained_cfg(cfg.model.name).to_dict(remove_source=True)
-    size = tasks.to_2tuple(cfg.model.img_size or known["input_size"][-2:])
-    arguments = {k: v for k, v in cfg.model.kwargs.items() if k not in NOT_BUILT}
+    size = to_2tuple(cfg.model.img_size or known["input_size"][-2:])
+    arguments = {k: v for k, v in cfg.model.kwargs.items() if k not in factory.TRAINING_ONLY}
     if cfg.model.in_chans != 3:
         arguments["in_chans"] = cfg.model.in_chans
     if cfg.model.img_size is not None and known.get("fixed_input_size"):
@@ -124,9 +113,9 @@ def _timm_config(cfg: Config, meta: dict[str, Any], weights: dict[str, Tensor]) 
 def _graph(source, cfg: Config, fmt: str, out, meta: dict[str, Any], weights, dynamic_size: bool) -> None:
     from . import portable  # which loads torch.export
 
-    model = build_model(cfg, meta["num_classes"])
+    model = factory.inference_model(cfg, meta["num_classes"])
     convert.load_weights(model, weights, family="native")
-    size, channels = tasks.input_size(cfg, model), cfg.model.in_chans
+    size, channels = factory.input_size(cfg, model), cfg.model.in_chans
     about = meta | {"preprocessing": _preprocessing(cfg, size, model.pretrained_cfg)}
     program = portable.trace(model, size, channels, dynamic_size)
     written = (portable.write_onnx if fmt == "onnx" else portable.write_pt2)(program, out, about)

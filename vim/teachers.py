@@ -19,8 +19,9 @@ from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import Attention, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from . import clip, hub
+from . import clip, config, data, hub
 from .checkpoint import checksum, read_config, read_weights
+from .factory import inference_model, input_size, skeleton
 from .runtime import UserError, log
 from .schema import DistillConfig
 from .zoo import near
@@ -239,7 +240,7 @@ def _named(distill: DistillConfig) -> Source:
         raise UserError(f"distill.teacher: timm has no weights {name!r}; it has: {tags}") from error
     if not file and not cfg.has_weights:
         raise UserError(f"distill.teacher {name}: timm has no weights of it; name a file in distill.teacher_weights")
-    vit = clip.skeleton(lambda: timm.create_model(name))
+    vit = skeleton(lambda: timm.create_model(name))
 
     def read() -> dict[str, Tensor]:
         if "QuickGELU" in str(cfg.notes) and not isinstance(getattr(vit.blocks[0].mlp, "act", None), QuickGELU):
@@ -264,12 +265,10 @@ def _named(distill: DistillConfig) -> Source:
 
 def _own(path: Path) -> Source:
     """A VisionTransformer that train.py trained: a checkpoint or an export; averaged weights preferred."""
-    from . import config, data, export, tasks  # tasks may import this module
-
     meta, values = read_config(path)
     if not values:
         raise UserError(f"distill.teacher: {path} is no checkpoint of train.py")
     cfg = config.load(values, [], "train.py")
-    vit = clip.skeleton(lambda: export.build_model(cfg, meta.get("num_classes", 0)))
-    how = data.transforms(cfg, tasks.input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
+    vit = skeleton(lambda: inference_model(cfg, meta.get("num_classes", 0)))
+    how = data.transforms(cfg, input_size(cfg, vit), cfg.model.in_chans, vit.pretrained_cfg)[2]
     return Source(vit, how["mean"], how["std"], lambda: read_weights(path)[0])

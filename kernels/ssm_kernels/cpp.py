@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -274,3 +274,9 @@ def positions(index: Tensor) -> Tensor:
 def wrong_index(op: str, index: Tensor, position: int) -> ValueError:
     """The error for an index that leaves its range: following it would reach foreign memory."""
     return ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {int(index[position])} in it")
+
+
+def implement(lib: torch.library.Library, name: str, real: Callable, fake: Callable) -> None:
+    """An operator that `lib` has defined: what it does, and the shapes it gives where tensors have no values."""
+    lib.impl(name, real, "CPU")
+    torch.library.register_fake(f"ssm_kernels::{name}", fake, lib=lib)

@@ -14,7 +14,7 @@ from PIL import Image
 
 import train
 import vim
-from vim import checkpoint, config, convert, data, export, images, runtime, tasks
+from vim import checkpoint, config, convert, data, export, factory, images, runtime, tasks
 from vim.runtime import UserError
 from vim.schema import Config, ModelConfig
 
@@ -69,7 +69,7 @@ def task_of(folder, teacher, *more):
     cfg = config.parse(arguments(folder, "unused", teacher, *more))
     world = runtime.World(torch.device("cpu"))
     runtime.seed_everything(0)
-    encoder = tasks.build_model(cfg, 0)
+    encoder = factory.build_model(cfg, 0)
     loaders = data.build(cfg, world, (32, 32), encoder.pretrained_cfg, [])
     return tasks.build_task(cfg, encoder, loaders, world), loaders
 
@@ -157,7 +157,7 @@ def test_exports_hold_the_encoder_alone(pretrained, folder, tmp_path, run_main, 
     weights, meta = checkpoint.read_weights(tmp_path / "out.safetensors")
     model = timm.create_model(f"local-dir:{tmp_path / 'hf'}", pretrained=True).eval()
     assert weights.keys() == model.state_dict().keys() and meta["family"] == "mambamlp"
-    task_model = tasks.build_model(config.load(meta["config"], [], ""), 0).eval()
+    task_model = factory.build_model(config.load(meta["config"], [], ""), 0).eval()
     vim.load_weights(task_model, pretrained / "last.pt")
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model.forward_features(x), task_model.forward_features(x))
@@ -256,7 +256,7 @@ def test_copies_at_another_resolution_are_other_images(folder, tmp_path):
 def test_standard_deviation_of_the_head(name):
     kwargs = {"depth": 1, "embed_dim": 96, "num_heads": 3}
     for std in (0.0, 0.01):
-        model = tasks.build_model(Config(model=ModelConfig(name, 32, head_std=std, kwargs=kwargs)), 50)
+        model = factory.build_model(Config(model=ModelConfig(name, 32, head_std=std, kwargs=kwargs)), 50)
         heads = [part for key, part in model.named_children() if key.startswith("head") and "drop" not in key]
         assert len(heads) == 1 + ("distilled" in name)
         for head in heads:

@@ -23,7 +23,7 @@ from tinyteachers import (
 )
 from transformers import CLIPModel
 
-from vim import checkpoint, export, tasks
+from vim import checkpoint, export, factory
 from vim.runtime import UserError
 from vim.schema import Config, DataConfig, ModelConfig, SlwsConfig
 from vim.teachers import build_teacher, check_teacher
@@ -32,7 +32,7 @@ from vim.teachers import build_teacher, check_teacher
 def our_run(folder, config, model, ema=None):
     """A checkpoint as train.py writes it."""
     found = {"format": checkpoint.FORMAT, "config": asdict(config), "model": model.state_dict()}
-    found["meta"] = tasks.describe(model, config, [str(i) for i in range(model.num_classes)])
+    found["meta"] = factory.describe(model, config, [str(i) for i in range(model.num_classes)])
     checkpoint.save(found | {"ema": ema and ema.state_dict()}, folder / "best.pt")
     return folder / "best.pt"
 
@@ -43,7 +43,7 @@ def test_own_checkpoint(tmp_path, suffix):
     small = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "reg_tokens": 1}
     model = ModelConfig("vit_tiny_patch16_224", [16, 24], kwargs=small, drop_path=0.5)
     cfg = Config(model=model, data=DataConfig(mean=[0.1, 0.2, 0.3], std=[0.5]), slws=SlwsConfig(0.9))
-    raw, averaged = (shaken(tasks.build_model(cfg, 5), seed) for seed in (1, 2))
+    raw, averaged = (shaken(factory.build_model(cfg, 5), seed) for seed in (1, 2))
     cfg.model.kwargs["pretrained"] = True  # the weights it began with are of no use now
     path = our_run(tmp_path, cfg, raw, averaged)
     if suffix == "safetensors":
@@ -134,7 +134,7 @@ def test_files_of_the_hub(tmp_path, monkeypatch, offline, cached):
     images = student_images((16, 16))
     small = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
     cfg = Config(model=ModelConfig("vit_tiny_patch16_224", 16, kwargs=small))
-    path = our_run(tmp_path, cfg, shaken(tasks.build_model(cfg, 5)))
+    path = our_run(tmp_path, cfg, shaken(factory.build_model(cfg, 5)))
     cached(offline, "a/b", "best.pt", path.read_bytes())
     wanted, got = (
         build_teacher(distill(where), (4, 4), *IMAGENET, 3)(images) for where in (path, "hf_hub:a/b/best.pt")
@@ -230,7 +230,7 @@ def test_files_that_are_no_teachers(tmp_path, monkeypatch):
     (tmp_path / "text.pt").write_text("no")
     refuses(distill(tmp_path / "text.pt"), "is damaged or no torch file")
     cfg = Config(model=ModelConfig("vim_tiny_patch16_224", 32, kwargs={"depth": 2, "embed_dim": 16}))
-    refuses(distill(our_run(tmp_path, cfg, tasks.build_model(cfg, 3))), "is a VisionMamba, only timm's")
+    refuses(distill(our_run(tmp_path, cfg, factory.build_model(cfg, 3))), "is a VisionMamba, only timm's")
     shrink(monkeypatch, 16)
     settings, model = by_name(tmp_path, "vit_small_patch14_dinov2")
     weights = model.state_dict()

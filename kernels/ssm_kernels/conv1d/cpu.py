@@ -122,10 +122,6 @@ def _fake_forward_over(*arguments):
     return None
 
 
-for _name, _real, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("over", _forward_over, _fake_forward_over),
-    ("backward", _backward, _fake_backward),
-):
-    _lib.impl(f"cpu_conv1d_{_name}", _real, "CPU")
-    torch.library.register_fake(f"ssm_kernels::cpu_conv1d_{_name}", _fake, lib=_lib)
+cpp.implement(_lib, "cpu_conv1d_forward", _forward, _fake_forward)
+cpp.implement(_lib, "cpu_conv1d_over", _forward_over, _fake_forward_over)
+cpp.implement(_lib, "cpu_conv1d_backward", _backward, _fake_backward)

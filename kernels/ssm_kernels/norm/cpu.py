@@ -150,7 +150,6 @@ def _fake_backward(dnormed, dout, out, stats, weight, index, x_dtype, residual_d
     return _gradients(out, x_dtype, residual_dtype, has_bias)
 
 
-for _name, _real, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
-    _lib.impl(f"cpu_add_norm_{_name}", _real, "CPU")
-    torch.library.register_fake(f"ssm_kernels::cpu_add_norm_{_name}", _fake, lib=_lib)
+cpp.implement(_lib, "cpu_add_norm_forward", _forward, _fake_forward)
+cpp.implement(_lib, "cpu_add_norm_backward", _backward, _fake_backward)
 torch.library.register_autograd("ssm_kernels::cpu_add_norm_forward", _autograd, setup_context=_setup_context, lib=_lib)

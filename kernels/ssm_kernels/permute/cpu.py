@@ -73,5 +73,4 @@ def _fake(index, tensors, inverse):
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 
 
-_lib.impl("cpu_permute_rows", _permute, "CPU")
-torch.library.register_fake("ssm_kernels::cpu_permute_rows", _fake, lib=_lib)
+cpp.implement(_lib, "cpu_permute_rows", _permute, _fake)
