@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     about = {"format": checkpoint.FORMAT, "meta": meta, "config": asdict(cfg)}
     train(cfg, out, run, loaders, task, about)
-    log.info("finished: %s; last.pt, best.pt, metrics.jsonl and curves.png are in %s", task.summary(run.best), out)
+    log.info("finished: %s; checkpoints, metrics.jsonl and figures are in %s", task.summary(run.best), out)
 
 
 def train(cfg: Config, out: Path, run: Run, loaders: data.Data, task: tasks.Task, about: dict) -> None:
