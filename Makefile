@@ -27,6 +27,7 @@ distill: install
 	$(BIN)/python train.py --config configs/mfd_demo.yaml
 	$(BIN)/python train.py --config configs/mfd_demo_ft.yaml
 	$(BIN)/python eval.py --checkpoint runs/mfd_demo_ft/best.pt
+	@echo "fine-tuned weights    runs/mfd_demo_ft/best.pt"
 	@echo "pretraining's figure  runs/mfd_demo/distillation.png"
 
 test: install

@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     # Resume where the last checkpoint left off, or start the run directory.
     if saved is not None:
         run.load_state_dict(saved)
-        log.info("resuming %s: %d epochs and %d batches are done", out, run.epoch, run.batch)
+        if run.epoch < cfg.train.epochs:
+            log.info("resuming %s: %d epochs and %d batches are done", out, run.epoch, run.batch)
     elif world.main:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(config.dump(cfg))

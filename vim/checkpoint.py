@@ -59,6 +59,8 @@ def _replacing(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")  # one name, so that kills leave one such file at most
     try:
         yield temporary
+        os.umask(mask := os.umask(0))
+        temporary.chmod(0o666 & ~mask)  # safetensors' own files are for their owner alone
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -96,6 +98,8 @@ def read(path: str | Path) -> Any:
     Raises FileNotFoundError, and WeightsError for a damaged file or one that would need code to run.
     """
     path = hub.local(path)
+    if Path(path).is_dir():
+        raise WeightsError(f"{path}: is a folder; name a file in it, such as model.safetensors")
     if not Path(path).is_file():
         raise MissingFile(f"{path}: no such file")
     try:

@@ -200,4 +200,7 @@ def check_resumable(config: Config, saved: dict[str, Any], where: str | Path) ->
     changed = [k for k in now if k not in free and now[k] != then.get(k, now[k])]
     if changed:
         details = ", ".join(f"{k} {then[k]!r} -> {now[k]!r}" for k in changed)
-        raise UserError(f"{where} holds a run with another configuration ({details}); choose another --out")
+        raise UserError(
+            f"{where} holds a run with another configuration ({details}); choose another --out, "
+            f"or one with --train.init_from {Path(where) / 'last.pt'}"
+        )

@@ -174,12 +174,18 @@ def _per_channel(values, channels: int) -> tuple[float, ...]:
     return (average,) * channels if len(values) != 3 or channels == 1 else (*values, average)
 
 
+def _processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, Any], classes, evaluation=False) -> Data:
     """Loaders of this process. `classes` are the class names to train on, from `check_sources` or a checkpoint."""
     data, mode = config.data, MODES[config.model.in_chans]
     train_transform, val_transform, how = transforms(config, size, config.model.in_chans, cfg)
     eval_size = data.eval_batch_size or data.batch_size
-    workers = {"num_workers": data.workers, "persistent_workers": data.workers > 0, "worker_init_fn": die_with_parent}
+    count = min(data.workers, _processors())  # results do not depend on it
+    workers = {"num_workers": count, "persistent_workers": count > 0, "worker_init_fn": die_with_parent}
     workers |= {"pin_memory": world.device.type == "cuda", "collate_fn": collate}
 
     def source(split: str, training: bool, batch_size: int):
@@ -211,9 +217,9 @@ def build(config: Config, world: World, size: tuple[int, int], cfg: dict[str, An
     images = Images(train, train_transform, mode, config.seed, data.skip_corrupt, **more)
     batches = TrainBatches(len(train), data.batch_size, world, config.seed, data.repeats)
     if not len(batches):
-        raise UserError(
-            f"data.batch_size {data.batch_size} x {world.size} processes is more than the {len(train)} training images"
-        )
+        given = f"data.batch_size {data.batch_size} x {world.size} processes"
+        fits = f"give --data.batch_size {max(1, len(train) // world.size)} or less"
+        raise UserError(f"{given} is more than the {len(train)} training images: {fits}")
     return Data(DataLoader(images, batch_sampler=batches, **workers), val_loader, classes, how)
 
 

@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     weights = export(args.checkpoint, args.format, args.out, args.weights == "ema", args.dynamic_size)
     numbers = sum(v.numel() for v in weights.values())
-    sys.stdout.write(f"{args.out}: {len(weights)} tensors, {numbers / 1e6:.2f}M numbers, {args.format}\n")
+    sys.stdout.write(f"{args.out}: {len(weights)} tensors, {numbers / 1e6:.2f}M parameters, {args.format}\n")
 
 
 if __name__ == "__main__":

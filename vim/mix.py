@@ -57,8 +57,9 @@ def mix(
     if differentiated and not torch.compiler.is_compiling():  # a compiler decides itself what to compute again
         return _Mix.apply(xz, transposed, scale, *parameters)
     x, z = _halves(xz)
-    wanted = disposable and xz.device.type == "cpu" and x.numel() >= _LARGE
-    if wanted and not (differentiated or torch.compiler.is_compiling()):
+    # A compiler's sizes may be symbols, and a look at one would be a condition on it: so that is asked first.
+    frugal = disposable and not (differentiated or torch.compiler.is_compiling())
+    if frugal and xz.device.type == "cpu" and x.numel() >= _LARGE:
         return _in_place(x, z, directions, transposed, scale)
     ys = [selective_scan(*i[:6], None, *i[6:]) for i in _scan_inputs(x, directions, transposed, scale)]
     return (_sum(ys, transposed) * F.silu(z)).transpose(1, 2)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+COLORS = {"val": "C1", "val, EMA": "C2"}  # the same in every panel
+
 
 def _pyplot():
     """matplotlib's pyplot without a screen, or None where matplotlib is missing."""
@@ -29,7 +31,7 @@ def curves(out: str | Path) -> Path | None:
     if plt is None or not rows:
         return None
     panels = (
-        ("loss", {"train_loss": "train", "loss": "val", "ema_loss": "val, EMA"}),
+        ("loss", {"train_loss": "train, augmented", "loss": "val", "ema_loss": "val, EMA"}),
         ("top-1, %", {"top1": "val", "ema_top1": "val, EMA"}),
         ("cosine with the teacher", {"cosine": "val", "ema_cosine": "val, EMA"}),
         ("learning rate", {"lr": "lr"}),
@@ -40,10 +42,12 @@ def curves(out: str | Path) -> Path | None:
         for key, label in keys.items():
             points = [(row["epoch"], row[key]) for row in rows if row.get(key) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 30 else None)
-        axis.set(title=title, xlabel="epoch")
+                look = {"color": COLORS.get(label, "C0"), "marker": "." if len(points) < 30 else None}
+                axis.plot(*zip(*points, strict=True), label=label, **look)
+        axis.set(title=title, xlabel="epoch", xlim=(0, rows[-1]["epoch"] + 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        if axis.lines:
+        if len(axis.lines) > 1:
             axis.legend(frameon=False)
     path = Path(out) / "curves.png"
     figure.savefig(path, dpi=120)
@@ -76,12 +80,12 @@ def distillation(
         axes[0, column].imshow(pictures[column].numpy())
         axes[1, column].imshow(seen[column])
         drawn = axes[2, column].imshow(maps[column], vmin=0, vmax=1, cmap="magma")
-        axes[2, column].set_title(f"{maps[column].mean():.2f}", fontsize=9)
+        axes[2, column].set_title(f"mean {maps[column].mean():.2f}", fontsize=8)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     for axis, label in zip(axes[:, 0], ("image", "seen", "cosine"), strict=True):
         axis.set_ylabel(label)
-    figure.colorbar(drawn, ax=axes[2].tolist(), shrink=0.9)
+    figure.colorbar(drawn, ax=axes.ravel().tolist(), label="cosine of prediction and teacher")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return Path(path)
@@ -100,6 +104,9 @@ def confusion(table: Tensor, classes: list[str], path: str | Path) -> Path | Non
     if len(classes) <= 60:
         axis.set_xticks(range(len(classes)), classes, rotation=90)
         axis.set_yticks(range(len(classes)), classes)
+    for row, column in table.nonzero().tolist() if len(classes) <= 20 else ():
+        color = "white" if share[row, column] > 0.5 else "black"
+        axis.text(column, row, int(table[row, column]), ha="center", va="center", fontsize=8, color=color)
     figure.colorbar(image, label="share of the class")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -157,7 +157,11 @@ def build_run(model: nn.Module, config: Config, world: World, batches: int) -> R
         run.wrapped = torch.compile(run.wrapped)
     run.begin_epoch(0)
     if config.optim.warmup_epochs >= train.epochs:
-        log.warning("optim.warmup_epochs %g of %d: lr stays below optim.lr", config.optim.warmup_epochs, train.epochs)
+        said = "optim.warmup_epochs %g are all of train.epochs %d: the lr never reaches optim.lr"
+        log.warning(said, config.optim.warmup_epochs, train.epochs)
+    if run.ema and not train.ema_warmup and 1 / (1 - min(train.ema_decay, 1 - 1e-9)) > train.epochs * updates:
+        said = "train.ema_decay %g averages over %.0f updates and the run has %d: lower it, or set train.ema_warmup"
+        log.warning(said, train.ema_decay, 1 / (1 - min(train.ema_decay, 1 - 1e-9)), train.epochs * updates)
     millions = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
     what = f"{model.num_classes} classes" if model.num_classes else config.task
     where = f"{world.device} x {world.size}, {train.precision}"

@@ -68,6 +68,9 @@ def exit_codes(prog: str) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n{prog}: interrupted; a training run resumes by the same command\n")
+        raise SystemExit(130) from None
     except (UserError, NonFinite, *PATH_ERRORS) as error:
         rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
         if rank == 0 or not getattr(error, "everywhere", True):

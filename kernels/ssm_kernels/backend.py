@@ -139,7 +139,7 @@ class Op:
             _said.add(key)
             why = f" ({'; '.join(reasons)})" if reasons else ""
             level = logging.WARNING if reasons else logging.INFO
-            _log.log(level, "%s on %s runs on %s%s", self.name, device, name, why)
+            _log.log(level, "%s on %s: backend %s%s", self.name, device, name, why)
 
     def explain(self, device: torch.device) -> list[tuple[str, str | None]]:
         """(backend, None) for each that runs on the device, (backend, reason) for each that does not."""

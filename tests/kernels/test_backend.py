@@ -28,7 +28,7 @@ def test_automatic_choice_falls_back_with_one_line(toy, caplog):
     x = torch.zeros(2)
     assert torch.equal(toy.resolve(x, None)(x), torch.ones(2))
     toy.resolve(x, None)
-    assert [r.getMessage() for r in caplog.records] == ["toy on cpu runs on reference (cpu: no compiler)"]
+    assert [r.getMessage() for r in caplog.records] == ["toy on cpu: backend reference (cpu: no compiler)"]
     assert caplog.records[0].levelno == logging.WARNING
 
 

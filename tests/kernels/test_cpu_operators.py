@@ -93,5 +93,5 @@ def test_reference_takes_over_with_the_reason_in_the_log(monkeypatch, caplog):
     for name, package in (("selective_scan", "ssm_kernels.scan"), ("causal_conv1d", "ssm_kernels.conv1d")):
         found = registry.Op(name, package).resolve(torch.zeros(1), None)
         assert found.__module__ == f"{package}.reference"
-    wanted = "{} on cpu runs on reference (cpu: no C++ compiler was found)"
+    wanted = "{} on cpu: backend reference (cpu: no C++ compiler was found)"
     assert [r.getMessage() for r in caplog.records] == [wanted.format(n) for n in ("selective_scan", "causal_conv1d")]

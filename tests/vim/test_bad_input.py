@@ -216,3 +216,18 @@ def test_as_a_process(tmp_path, run_process, tiny_args):
     wanted = f"train.py: error: {tmp_path}/bad.yaml: unknown key train.epoch; did you mean train.epochs?\n"
     assert (done.code, done.out, done.err) == (2, "", wanted)
     assert os.listdir(tmp_path) == ["bad.yaml"]
+
+
+def test_an_interrupted_run_says_that_it_resumes(run_train, tiny_args, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vim.engine.train_epoch", interrupt)
+    done = run_train(*tiny_args, "--out", tmp_path / "run")
+    assert done.code == 130 and done.err == "\ntrain.py: interrupted; a training run resumes by the same command\n"
+
+
+def test_modules_that_are_commands_start_without_a_warning(run_process):
+    for name in ("convert", "export", "doctor", "prepare", "figures"):
+        done = run_process("-W", "error", "-m", f"vim.{name}", "--help")
+        assert (done.code, done.err) == (0, ""), name

@@ -162,3 +162,14 @@ def test_export_refusals(finished, run_main, tmp_path):
         done = run_main(export.main, "--out", tmp_path / "x", *argv)
         assert done.code == 2 and message in done.err and done.err.count("\n") == 1, done.err
         assert not (tmp_path / "x").exists()
+
+
+def test_files_are_as_readable_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        checkpoint.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+        checkpoint.save_tensors({"a": torch.ones(1)}, tmp_path / "a.safetensors", {})
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}

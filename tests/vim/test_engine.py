@@ -281,3 +281,10 @@ def test_resuming_on_another_number_of_processes_is_refused():
     state["run"]["processes"] = 4
     with pytest.raises(UserError, match=r"the run to resume had 4 process\(es\), this one has 1"):
         run.load_state_dict(state)
+
+
+def test_an_average_slower_than_the_run_is_said(tmp_path, capsys):
+    images = tinyrun.image_tree(tmp_path / "images", train=16, val=5)
+    for decay, more, said in ((0.999, (), True), (0.999, ("--train.ema_warmup=true",), False), (0.5, (), False)):
+        train.main(tinyrun.arguments(images, tmp_path / f"{decay}{said}", f"--train.ema_decay={decay}", *more))
+        assert ("train.ema_decay 0.999 averages over 1000 updates" in capsys.readouterr().out) == said

@@ -132,3 +132,8 @@ def test_refusals(argv, finished, run_eval):
 def test_as_a_process(finished, run_process):
     found = scores(run_process("eval.py", "--checkpoint", finished / "best.pt"))
     assert found.keys() >= {"top1", "top5", "loss", "images", "checkpoint"}
+
+
+def test_a_folder_is_no_checkpoint(tmp_path, run_eval):
+    done = run_eval("--checkpoint", tmp_path)
+    assert done.code == 2 and "is a folder; name a file in it, such as model.safetensors" in done.err
