@@ -99,7 +99,7 @@ def confusion(table: Tensor, classes: list[str], path: str | Path) -> Path | Non
     share = table / table.sum(1, keepdim=True).clamp_min(1)
     size = max(4.0, min(0.35 * len(classes), 24.0))
     figure, axis = plt.subplots(figsize=(size + 1, size), layout="constrained")
-    image = axis.imshow(share, vmin=0, vmax=1, cmap="Blues")
+    image = axis.imshow(share.numpy(), vmin=0, vmax=1, cmap="Blues")
     axis.set(xlabel="prediction", ylabel="class")
     if len(classes) <= 60:
         axis.set_xticks(range(len(classes)), classes, rotation=90)
