@@ -181,6 +181,8 @@ def read_weights(path: str | Path, use_ema: bool = True) -> tuple[dict[str, Tens
             raise WeightsError(f"{path}: holds a {type(found).__name__}, not a dictionary of tensors")
         meta = dict(found.get("meta") or {}) if found.get("format") == FORMAT else {}
         meta = _checked(meta | {k: found[k] for k in ("family", "layout") if isinstance(found.get(k), str)}, path)
+        if "run" in found:  # all of a run, which may have both
+            meta["weights"] = "ema" if use_ema and isinstance(found.get("ema"), dict) else "raw"
         weights = unwrap(found, use_ema)
         if not weights:
             raise WeightsError(f"{path}: holds no weights; its keys: {', '.join(map(str, list(found)[:5])) or 'none'}")

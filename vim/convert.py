@@ -110,7 +110,7 @@ def load_weights(
         weights, meta = read_weights(path_or_state_dict, use_ema)
     if family == "native":
         meta = {**meta, "layout": "native"}
-    report = Report(source)
+    report = Report(source, meta.get("weights", ""))
     if isinstance(model, VisionMamba):
         weights = _to_native(weights, meta, family, model, source)
         fit.pretraining(model, weights, report)

@@ -21,6 +21,7 @@ class Report:
     """What `load_weights` did. `str(report)` is one line per kind of change."""
 
     source: str
+    kind: str = ""  # "ema" or "raw", where the file says
     loaded: int = 0
     adapted: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -28,7 +29,8 @@ class Report:
     fresh: set[str] = field(default_factory=set)  # what the model may keep as it was initialised
 
     def __str__(self) -> str:
-        lines = [f"{self.source}: {self.loaded} tensors loaded"]
+        kind = {"ema": ", averaged weights", "raw": ", raw weights"}.get(self.kind, "")
+        lines = [f"{self.source}: {self.loaded} tensors loaded{kind}"]
         for name in ("adapted", "dropped", "missing"):
             if found := getattr(self, name):
                 lines.append(f"  {name}: {', '.join(found)}")

@@ -41,7 +41,9 @@ def by_hand(finished, tree, use_ema):
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_scores_equal_a_plain_loop(weights, finished, tree, run_eval):
-    found = scores(run_eval("--checkpoint", finished / "last.pt", "--weights", weights))
+    done = run_eval("--checkpoint", finished / "last.pt", "--weights", weights)
+    assert f"tensors loaded, {'averaged' if weights == 'ema' else 'raw'} weights" in done.out
+    found = scores(done)
     top1, top5, loss, _ = by_hand(finished, tree, weights == "ema")
     assert found["images"] == 21 and found["skipped"] == 0  # batches of 4 do not divide 21
     assert found["top1"] == pytest.approx(top1, abs=1e-9) and found["top5"] == pytest.approx(top5, abs=1e-9)
