@@ -74,7 +74,7 @@ def _in_place(x: Tensor, z: Tensor, directions, transposed: Tensor | None, scale
         if number == 2:
             x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
         convolve = conv_over if number + 1 == len(directions) else causal_conv1d
-        y = _convolved(x, p, number, convolve)
+        y = _convolved(convolve, x, p, number)
         dt, A, B, C, D, bias, *options = _projected(y, p, number, scale)
         for start in range(0, y.shape[1], channels):
             c = slice(start, start + channels)
@@ -94,7 +94,7 @@ def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
     return xz.transpose(1, 2).chunk(2, 1)
 
 
-def _convolved(x: Tensor, p: Direction, number: int, convolve=causal_conv1d) -> Tensor:
+def _convolved(convolve, x: Tensor, p: Direction, number: int) -> Tensor:
     return convolve(x, p.conv_weight.squeeze(1), p.conv_bias, "silu", number % 2 == 1)
 
 
@@ -111,7 +111,7 @@ def _scan_inputs(x: Tensor, directions, transposed: Tensor | None, scale: float)
     for number, p in enumerate(directions):
         if number == 2:
             x = permute_rows(transposed, x.transpose(1, 2)).transpose(1, 2)
-        u = _convolved(x, p, number)
+        u = _convolved(causal_conv1d, x, p, number)
         dt, *rest = _projected(u, p, number, scale)
         yield u, F.linear(dt, p.dt_weight).transpose(1, 2), *rest
 
