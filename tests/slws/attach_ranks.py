@@ -119,6 +119,5 @@ def main(rank, port):
         fsdp2_shards()
     finally:
         dist.destroy_process_group()
-    os._exit(
-        0
-    )  # all is checked; after FSDP2 on gloo the interpreter's own end aborts now and then, on a thread of torch's
+    # All is checked. After FSDP2 on gloo the interpreter's own end aborts now and then, on a thread of torch's.
+    os._exit(0)
