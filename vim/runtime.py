@@ -79,6 +79,9 @@ def exit_codes(prog: str) -> Iterator[None]:
     else:
         if dist.is_initialized():
             dist.destroy_process_group()  # not after an error of one process: it could wait for the others
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # the interpreter's own end aborts now and then, on a thread of gloo's that outlives its group
 
 
 @dataclass(frozen=True)
