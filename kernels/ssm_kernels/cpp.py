@@ -276,7 +276,11 @@ def wrong_index(op: str, index: Tensor, position: int) -> ValueError:
     return ValueError(f"{op}: index must be a permutation of 0..{len(index) - 1}, got {int(index[position])} in it")
 
 
-def implement(lib: torch.library.Library, name: str, real: Callable, fake: Callable) -> None:
+def _gives_nothing(*arguments) -> None:
+    """The shapes that an operator gives which only writes into its arguments."""
+
+
+def implement(lib: torch.library.Library, name: str, real: Callable, fake: Callable = _gives_nothing) -> None:
     """An operator that `lib` has defined: what it does, and the shapes it gives where tensors have no values."""
     lib.impl(name, real, "CPU")
     torch.library.register_fake(f"ssm_kernels::{name}", fake, lib=lib)

@@ -118,10 +118,6 @@ def _fake_backward(dy, x, weight, bias, silu, reverse):
     return grads if bias is None else [*grads, torch.empty_like(bias)]
 
 
-def _fake_forward_over(*arguments):
-    return None
-
-
 cpp.implement(_lib, "cpu_conv1d_forward", _forward, _fake_forward)
-cpp.implement(_lib, "cpu_conv1d_over", _forward_over, _fake_forward_over)
+cpp.implement(_lib, "cpu_conv1d_over", _forward_over)
 cpp.implement(_lib, "cpu_conv1d_backward", _backward, _fake_backward)

@@ -184,10 +184,6 @@ def _fake_backward(dy, states, u, delta, A, B, C, D, z, delta_bias, delta_softpl
     return [*fakes, *(x for x in options if x is not None)]
 
 
-def _fake_forward_over(*arguments):
-    return None
-
-
 cpp.implement(_lib, "cpu_scan_forward", _forward, _fake_forward)
-cpp.implement(_lib, "cpu_scan_over", _forward_over, _fake_forward_over)
+cpp.implement(_lib, "cpu_scan_over", _forward_over)
 cpp.implement(_lib, "cpu_scan_backward", _backward, _fake_backward)
